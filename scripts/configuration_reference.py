@@ -40,6 +40,7 @@ LINEARS = {
     "fp8lm_o1": "as `tensorwise` (arXiv 2310.18313)",
     "fp8lm_o2": "as `tensorwise`",
     "fp8lm_o3": "as `tensorwise`",
+    "compact": "as `infir2`",
     "coat": "as `tensorwise` (arXiv 2410.19313)",
     "fishman": "as `tensorwise`, with Smooth-SwiGLU (arXiv 2409.12517)",
     "munit": "per tensor with static scales: E4M3 in units of 1, E5M2 output gradients in units of 2^-24 "
@@ -165,7 +166,8 @@ def _state_in_words(state: OptimizerStateConfig) -> str:
     first, second = (
         name.upper().replace("_EXPANDED", " with its range expanded") for name in (state.exp_avg, state.exp_avg_sq)
     )
-    return first if first == second else f"{first} and {second}"
+    moments = first if first == second else f"{first} and {second}"
+    return moments if state.master == "fp32" else f"{moments}, masters E4M3 and 16 bits"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -59,7 +59,7 @@ def test_outlier_channels_take_fitted_scales_for_inputs_alone(operand):
 
 
 def test_presets():
-    sources = {"fp8lm_o1", "fp8lm_o2", "fp8lm_o3", "coat"}
+    sources = {"fp8lm_o1", "fp8lm_o2", "fp8lm_o3", "coat", "compact"}
     assert set(PRESETS) == {"infir2", "hybrid_fast", "precise", "rowwise", "tensorwise"} | sources
     assert casts(parse({"preset": "hybrid_fast"})) == INFIR2
     assert parse({"preset": "hybrid_fast"}).linear.wgrad.input == "128x128"

@@ -157,6 +157,9 @@ class OptimizerStateConfig(Section):
     scale: StateScale = "fp32"
     """fp32: the largest number of a group is almost exact, and decays while gradients are zero. pow2: it may get stuck.
     e4m3_expanded always has fp32."""
+    master: Literal["fp32", "fp8_plus16"] = "fp32"
+    """Masters of weights gathered in FP8. fp8_plus16: the code and a 16-bit correction, 20 significant bits in 2 bytes
+    more."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
     """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload; otherwise DeepSpeed's.
     ds_fp8: always this package's."""
@@ -310,6 +313,19 @@ class FP8Config(Section):
                 key="fp8.loss.head",
                 remedy=f'"head": "bf16", or {without} in linear.overrides only',
             )
+        return self
+
+    @model_validator(mode="after")
+    def _masters_are_gathered(self) -> FP8Config:
+        if self.enabled and self.optimizer.master != "fp32":
+            cast, gathered = self.linear.weight, self.param_gather.format
+            if gathered == "bf16" or (cast.format, cast.granularity) != ("e4m3", "128x128") or cast.spec.by_torch:
+                problem = "param_gather.format is bf16" if gathered == "bf16" else f"weights are cast as {cast.spec}"
+                raise UserError(
+                    f"masters are E4M3 codes in blocks of 128x128 with corrections, but {problem}",
+                    key="fp8.optimizer.master",
+                    remedy='"master": "fp32", or a preset such as "infir2"',
+                )
         return self
 
     @model_validator(mode="after")

@@ -67,6 +67,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "grad_reduce": {"format": "bf16"},
         "optimizer": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
     },
+    # infir2 with the fewest bytes of state: of each weight's master only what its code lacks, and COAT's moments.
+    "compact": {"optimizer": {"master": "fp8_plus16", "exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}},
 }
 
 

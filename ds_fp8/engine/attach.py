@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import deepspeed
 from deepspeed import comm as dist
+from torch import nn
 
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.engine.health import Health
 from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
 from ds_fp8.graphs.conditions import why_no_graphs
 from ds_fp8.graphs.micro_steps import MicroStepGraphs
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.outliers import OutlierChannels
+from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.optim import AdamW
+from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.methods import has_optimizer
 from ds_fp8.zero.deepspeed.parameters import flat_parameters, is_partitioned, link_moments, untrained_parameters
@@ -40,6 +46,12 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
         if state.why_no_step is None:
             state.step = life.update = Step(engine, engine.basic_optimizer)
+        elif state.config.optimizer.master != "fp32":
+            raise UserError(
+                f"masters of codes and corrections need this package's step, but {state.why_no_step}",
+                key="fp8.optimizer.master",
+                remedy='"master": "fp32"',
+            )
         if sharded:
             life.leaf_calls = LeafCalls(engine)
             _gather_in_fp8(engine, state, life)
@@ -59,10 +71,22 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
 def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:
     if state.config.param_gather.format == "bf16":
         return
-    read = {id(weight) for weight in weights_read_in_leaf_modules(engine.module)}
+    weights = _gathered(engine.module)
+    if not weights:
+        return
+    sharded = state.weights = state.health.weights = life.weights = ShardedWeights(engine, weights, state.wire)
+    if state.step is not None:
+        sharded.free_bf16_shards()
+        state.step.write_bf16 = sharded.write_bf16
+        state.step.masters, state.step.before_codes = sharded.masters, sharded.before_codes
+
+
+def _gathered(model: nn.Module) -> list[tuple[nn.Parameter, CastSpec, OutlierChannels | None]]:
+    """Return the weights that can be gathered in FP8, each with its cast and outlier channels."""
+    read = {id(weight) for weight in weights_read_in_leaf_modules(model)}
     weights = [
         (module.weight, module.recipe.weight, module.recipe.outliers)
-        for module in engine.module.modules()
+        for module in model.modules()
         if isinstance(module, FP8Linear)
         and module.recipe.weight.why_not_gathered is None
         # Persistent weights stay whole in BF16; nothing of them is sent.
@@ -72,17 +96,21 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
     ]
     weights += [
         (parameter, recipe.weight, None)
-        for module in engine.module.modules()
+        for module in model.modules()
         if isinstance(module, FP8Experts)
         for parameter, recipe in module.recipes_of_weights()
         if is_partitioned(parameter)
     ]
-    if not weights:
-        return
-    sharded = state.weights = state.health.weights = life.weights = ShardedWeights(engine, weights, state.wire)
-    if state.step is not None:
-        sharded.free_bf16_shards()
-        state.step.write_bf16 = sharded.write_bf16
+    return weights
+
+
+def coded_weights(model: nn.Module, trained: set[int]) -> set[int]:
+    """Return the ids of the weights of ZeRO-3 whose masters can be their codes with corrections.
+
+    A weight of a fused product only with the others: their scales lie side by side.
+    """
+    can = {id(p): p for p, spec, _ in _gathered(model) if id(p) in trained and why_no_correction(spec) is None}
+    return {key for key, p in can.items() if all(id(one) in can for one in group_of(p))}
 
 
 def _reduction(state: FP8State) -> Reduction:

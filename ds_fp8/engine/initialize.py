@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -29,7 +30,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
-from ds_fp8.engine.attach import attach
+from ds_fp8.engine.attach import attach, coded_weights
 from ds_fp8.engine.model import apply_checkpointing_section, weights_are_trained, wider_prefetch
 from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
@@ -46,6 +47,7 @@ from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_optimizer
+from ds_fp8.zero.deepspeed.masters import without_fp32_masters
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 load_cudnn()  # before Transformer Engine, which the gemm backends and PEFT import, finds another one
@@ -141,20 +143,22 @@ def initialize(
         args = copy.copy(args)
         args.deepspeed_config = None
     # From here on ZeRO owns the parameters: modules are replaced above.
-    result = _deepspeed_initialize(
-        args,
-        model,
-        optimizer if own_optimizer is None else own_optimizer,
-        model_parameters,
-        training_data,
-        lr_scheduler,
-        distributed_port,
-        mpu,
-        dist_init_required,
-        collate_fn,
-        _for_deepspeed(configuration, own_optimizer is not None, prefetch),
-        mesh_param,
-    )
+    without = fp8.enabled and fp8.optimizer.master != "fp32"
+    with without_fp32_masters(coded_weights) if without else nullcontext():
+        result = _deepspeed_initialize(
+            args,
+            model,
+            optimizer if own_optimizer is None else own_optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            distributed_port,
+            mpu,
+            dist_init_required,
+            collate_fn,
+            _for_deepspeed(configuration, own_optimizer is not None, prefetch),
+            mesh_param,
+        )
     engine = result[0]
     atexit.register(_end_gloo)
     watchdog.join()  # where DeepSpeed has made the process group

@@ -164,6 +164,14 @@ def _check_fp8(given: Configuration, configuration: Configuration, parsed: Any, 
             )
     if fp8.optimizer.precision().compressed and zero.offload_optimizer is not None:
         _check_compressed_state(configuration, refuse)
+    if fp8.optimizer.master != "fp32":
+        for what, found, key, remedy in (
+            ("exist in ZeRO stage 3 only", configuration.stage != 3, "stage", '"stage": 3'),
+            ("are not offloaded", zero.offload_optimizer, "offload_optimizer", 'remove "offload_optimizer"'),
+        ):
+            if found:
+                other = f'{remedy}, or "fp8": {{"optimizer": {{"master": "fp32"}}}}'
+                refuse(f"zero_optimization.{key}", f"masters of codes and corrections {what}", other)
     if parsed.torch_autocast_enabled:
         problem = "fp8 does not work with torch_autocast, which casts weights too"
         refuse("torch_autocast.enabled", problem, 'remove "torch_autocast"')

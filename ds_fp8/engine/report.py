@@ -422,7 +422,8 @@ def _optimizer(report: Mapping[str, Any]) -> str:
 
 def _moments(report: Mapping[str, Any]) -> str:
     state, parts = report["optimizer_state"], report["stochastic_parts"]
-    kept = ", ".join(f"{name} {state[name]}" for name in ("exp_avg", "exp_avg_sq"))
+    parts_of_state = ("exp_avg", "exp_avg_sq") if state["master"] == "fp32" else ("master", "exp_avg", "exp_avg_sq")
+    kept = ", ".join(f"{name} {state[name]}" for name in parts_of_state)
     rounding = f", {' and '.join(parts)} rounded stochastically" if parts else ""
     return f"{kept}{rounding}, {report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
 

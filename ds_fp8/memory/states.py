@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.memory.shapes import BF16, FP32, ParameterShape, Workload
+from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.optim.moments import CHUNK, moment_bytes
+
+CORRECTION = 2
+"""Bytes."""
 
 EMULATED = {"1x128": (30, 69), "tensor": (23, 58)}
 """Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
@@ -42,7 +46,7 @@ def trained(w: Workload) -> list[ParameterShape]:
 def lasting(w: Workload) -> dict[str, int]:
     """Return the bytes that are there whatever the batch, by kind."""
     terms = {
-        "master weights": 0 if w.offloads_optimizer else FP32 * shard_numel(trained(w), w.gpus),
+        "master weights": _masters(w),
         "moments": _moments(w),
         "gradient shards": _gradient_shards(w),
         "gradient bucket": _gradient_bucket(w),
@@ -50,6 +54,18 @@ def lasting(w: Workload) -> dict[str, int]:
         "FP8 weights": _fp8_weights(w),
     }
     return {kind: size for kind, size in terms.items() if size}
+
+
+def _masters(w: Workload) -> int:
+    """Return 4 n; 2 n of weights whose masters are their codes with corrections."""
+    if w.offloads_optimizer:
+        return 0
+    coded = [
+        p
+        for p in trained(w)
+        if w.fp8.optimizer.master != "fp32" and _in_fp8_only(p, w) and not why_no_correction(p.cast)
+    ]
+    return FP32 * shard_numel(trained(w), w.gpus) - (FP32 - CORRECTION) * shard_numel(coded, w.gpus)
 
 
 def _moments(w: Workload) -> int:

@@ -181,10 +181,12 @@ class AdamW(torch.optim.Optimizer):
         self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
         # Keyed by tensor: torch's tensors hash by identity, and the optimizer keeps them alive.
         self._streams: dict[torch.Tensor, int] = {}
+        self._devices: dict[torch.Tensor, torch.device] = {}
+        """Where the states of flat parameters lie, which may be elsewhere for a while themselves."""
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("precision", "compact", "_segments", "_streams")
+        own = ("precision", "compact", "_segments", "_streams", "_devices")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -205,7 +207,7 @@ class AdamW(torch.optim.Optimizer):
         self,
         closure: Callable[[], Any] | None = None,
         *,
-        work: Iterable[tuple[dict[str, Any], torch.Tensor, torch.Tensor]] | None = None,
+        work: Iterable[tuple[dict[str, Any], torch.Tensor, torch.Tensor, Callable[..., None] | None]] | None = None,
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> Any:
@@ -213,8 +215,9 @@ class AdamW(torch.optim.Optimizer):
 
         Args:
             closure: called first, with gradients enabled.
-            work: (param group, parameter, gradient of its number of elements in any floating point dtype), where
-                gradients lie elsewhere than in `p.grad`; the host then waits for nothing.
+            work: (param group, parameter, gradient of its number of elements in any floating point dtype, None), where
+                gradients lie elsewhere than in `p.grad`; the host then waits for nothing. In place of None: what does
+                adamw_step_reference for a parameter whose numbers are not in it, without its first argument.
             factor: with `work`: FP32 with one element on the parameters' device, multiplied into every gradient as it
                 is read.
             skip: with `work`: int32 with one element there; not zero leaves all parameters and moments as they are.
@@ -228,8 +231,8 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if work is not None:
-            for group, p, gradient in work:
-                self._advance(p, gradient, self._state_of(p), group, skip, factor)
+            for group, p, gradient, update in work:
+                self._advance(p, gradient, self._state_of(p), group, skip, factor, update)
             return loss
         with_gradients = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for _, p in with_gradients:
@@ -253,6 +256,7 @@ class AdamW(torch.optim.Optimizer):
         group: dict[str, Any],
         skip: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
+        update: Callable[..., None] | None = None,
     ) -> None:
         # A new tensor: DeepSpeed's universal checkpoints give several parameters one and the same.
         state["step"] = state["step"] + 1
@@ -265,15 +269,18 @@ class AdamW(torch.optim.Optimizer):
         seed, at_random = None, self.precision.stochastic_parts
         if at_random:
             seed = random_key(self.precision.seed, self._streams[p], int(number))
+        moments = [_flat(state[key]) for key in MOMENTS]
+        options = {"skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
+        if update is not None:
+            update(gradient, *moments, step, **options)
+            return
         # A copy where p is not contiguous; it is written back below.
         parameter = p.detach().contiguous().view(-1)
         master, low = (_flat(state[MASTER]), parameter) if MASTER in state else (parameter, None)
-        moments = [_flat(state[key]) for key in MOMENTS]
         arguments = (master, gradient.detach().contiguous().view(-1), *moments, step)
-        options = {"low": low, "skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
         # Triton launches on the current device.
         with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
-            _step_on(p.device, moments)(*arguments, **options)
+            step_on(p.device, moments)(*arguments, low=low, **options)
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 
@@ -297,22 +304,24 @@ class AdamW(torch.optim.Optimizer):
     ) -> torch.Tensor | Moment:
         """Return the state `key` of p as it is kept, from its numbers in any form; zeros from None."""
         codec = CODECS["fp32" if key == MASTER else getattr(self.precision, key)]
+        device = self._devices.get(p, p.device)
         if isinstance(numbers, Moment):
             numbers, exponent = numbers.decode(), numbers.exponent
         if codec.max is None:
             if numbers is None:
-                return torch.zeros(p.shape, dtype=codec.dtype, device=p.device)
-            return numbers.detach().to(p.device, codec.dtype, copy=True).reshape(p.shape).contiguous()
+                return torch.zeros(p.shape, dtype=codec.dtype, device=device)
+            return numbers.detach().to(device, codec.dtype, copy=True).reshape(p.shape).contiguous()
         granularity, scale = self.precision.granularity, self.precision.scale
         segments = self._segments.get(p, ()) if granularity == "tensor" else ()
         layout = Layout(p.numel(), granularity, scale, segments)
-        moment = Moment(codec, layout, p.device, never_zero=key == "exp_avg_sq")
+        moment = Moment(codec, layout, device, never_zero=key == "exp_avg_sq")
         if numbers is not None:
             moment.encode(numbers, exponent)
         return moment
 
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int]) -> None:
         """Register the sizes of the tensors that the flat parameter p is made of, each with a separate scale."""
+        self._devices[p] = p.device
         self._segments[p] = tuple(sizes)
         for key, value in self.state.get(p, {}).items():
             # Groups of 128 do not depend on the segments; scales by tensor do, and are found again.
@@ -397,7 +406,7 @@ def _imported(saved: dict[str, Any], p: torch.Tensor) -> dict[str, tuple[torch.T
     return numbers
 
 
-def _step_on(device: torch.device, moments: Sequence[torch.Tensor | Moment]) -> Callable[..., None]:
+def step_on(device: torch.device, moments: Sequence[torch.Tensor | Moment]) -> Callable[..., None]:
     """Return the function that steps there: the kernel, unless a moment's format is emulated by torch."""
     if device.type != "cuda" or any(isinstance(moment, Moment) and moment.codec.emulated for moment in moments):
         return adamw_step_reference

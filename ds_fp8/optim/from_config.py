@@ -48,7 +48,8 @@ def uses_own_optimizer(configuration: Configuration, given: Any = None) -> bool:
 
 def needs_own_optimizer(fp8: FP8Config) -> bool:
     """Return whether only ds_fp8.optim.AdamW does what this section asks for."""
-    return fp8.enabled and (fp8.optimizer.precision().compressed or fp8.optimizer.implementation == "ds_fp8")
+    kept = fp8.optimizer
+    return fp8.enabled and (kept.precision().compressed or kept.master != "fp32" or kept.implementation == "ds_fp8")
 
 
 def _is_adamw(optimizer: Any) -> bool:

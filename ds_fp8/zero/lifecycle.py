@@ -17,6 +17,7 @@ step (graphs/micro_steps.py), which no graph contains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -257,7 +258,19 @@ class Lifecycle:
             self.moments.expand_moments()
         elif self.weights is not None:
             self.weights.wait_for_cast()
+            if self.weights.masters is not None:
+                with self.weights.masters.written(parameter):
+                    stock(value, parameter, optim_state_key)
+                return
         stock(value, parameter, optim_state_key)
+
+    def read_state(self, stock: Stock, parameter: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
+        """Return the masters of a parameter, or a moment (safe_get_full_fp32_param and its kin)."""
+        if optim_state_key is not None or self.weights is None or self.weights.masters is None:
+            return stock(parameter, optim_state_key)
+        self.weights.wait_for_cast()
+        with self.weights.masters.read(parameter):
+            return stock(parameter, optim_state_key)
 
     def link_state(self, stock: Stock) -> None:
         """Let a parameter's getters and setters (stages 1 and 2) find its moments in formats of their own."""
@@ -273,12 +286,21 @@ class Lifecycle:
         self._writes_masters = True
         self.weights.wait_for_cast()
         self.weights.restore_bf16()
+        masters = self.weights.masters
         try:
-            return stock(*args, **kwargs)
+            with nullcontext() if masters is None else masters.written():
+                return stock(*args, **kwargs)
         finally:  # a load that fails may have written some of them, and leaves all BF16 shards behind
             self._writes_masters = False
             self.weights.load_wrote()
             self.weights.drop_bf16()
+
+    def read_masters(self, stock: Stock) -> dict[str, Any]:
+        """Return the state dict of the ZeRO optimizer, with FP32 masters in any case."""
+        if self.weights is None or self.weights.masters is None:
+            return stock()
+        self.weights.wait_for_cast()
+        return self.weights.masters.into_state(stock())
 
     def offload(self, stock: Stock, *args, **kwargs) -> Any:
         """Move states of the engine to the CPU; BF16 shards are whole until they are back, where they are moved."""

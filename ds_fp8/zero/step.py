@@ -24,6 +24,7 @@ from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
 from ds_fp8.zero.gradients import GradientShards
+from ds_fp8.zero.masters import MasterSet
 
 
 def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:
@@ -47,6 +48,10 @@ class Step:
         self.end_backward: Callable[[], None] = self._zero.end_backward
         self.gather_persistent: Callable[[], None] = self._zero.gather_persistent
         self._skipped = 0
+        self.before_codes: Callable[[], None] = lambda: None
+        """Lets the stream wait until codes may be written."""
+        self.masters: MasterSet | None = None
+        """Holds the masters that are codes and corrections."""
         self.write_bf16: Callable[[], None] = self._zero.write_bf16
         """Rounds the new masters into the BF16 shards; replaced where not all of those are needed."""
 
@@ -68,14 +73,24 @@ class Step:
         verdict = streams.Fetch(skip)
         # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
         zero.clear_model_gradients()
-        work = list(zero.sub_groups())
+        masters = self.masters
+        if masters is not None:
+            self.before_codes()
+            masters.begin()
+        work = [
+            (*one, None if masters is None else masters.update(index)) for index, one in enumerate(zero.sub_groups())
+        ]
         self._optimizer.step(work=work, factor=self._factor(norm), skip=skip)
+        if masters is not None:
+            masters.finish(skip)
         if verdict.get():
             # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
-            self._optimizer.take_back(masters for _, masters, _ in work)
+            self._optimizer.take_back(one for _, one, *_ in work)
             zero.skip()
             self._say_skipped(norm)
             return False
+        if masters is not None:
+            masters.taken()
         self.write_bf16()
         zero.finish(norm / zero.loss_scale)
         return True

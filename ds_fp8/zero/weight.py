@@ -17,9 +17,10 @@ from torch import nn
 from ds_fp8.casts import QuantizedTensor, cast, group_amax
 from ds_fp8.casts.primitives import infinite_to_nan
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import CastSpec, group_shape, is_of_blocks, scale_shape
+from ds_fp8.config.formats import FORMATS, CastSpec, group_shape, is_of_blocks, scale_shape
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder
+from ds_fp8.optim.masters import decode, encode
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.parameters import (
     Shard,
@@ -106,6 +107,10 @@ class ShardedWeight:
         # Padding included: products read whole rows of scales, 16 bytes at a time.
         self.scale_numel = math.prod(self.scale_shape[:1]) * scales_per_row
 
+        self.correction: torch.Tensor | None = None
+        """int16 [shard.numel]: masters are codes and corrections (optim/masters.py), and DeepSpeed has none."""
+        self.apart: torch.Tensor | None = None
+        """Its masters [shard.numel] where the codes are not their cast, until a step or a cast has read them."""
         self.state = State.SHARDED
         self.source = Source.MASTER
         self.stale = True
@@ -194,6 +199,8 @@ class ShardedWeight:
         self.stale, self.source = True, Source.MASTER
 
     def bf16_wrote(self) -> None:
+        if self.correction is not None:
+            self.apart = self.master()  # the codes are about to be those of what the user wrote
         self.stale, self.source = True, Source.BF16
 
     def was_cast(self, scales: torch.Tensor) -> None:
@@ -219,7 +226,7 @@ class ShardedWeight:
     def make_bf16(self) -> None:
         """Round a BF16 shard from the masters, if there is none."""
         if not self.has_bf16:
-            put_bf16_shard(self.parameter, master_shard(self.parameter).to(self.parameter.dtype))
+            put_bf16_shard(self.parameter, self.master().to(self.parameter.dtype))
             self.has_bf16 = True
 
     def free_bf16(self) -> None:
@@ -238,7 +245,31 @@ class ShardedWeight:
 
     def numbers(self) -> torch.Tensor:
         """Return the flat numbers that the next cast reads: [at least shard.valid], FP32 or BF16, on any device."""
-        return bf16_shard(self.parameter) if self.source is Source.BF16 else master_shard(self.parameter)
+        return bf16_shard(self.parameter) if self.source is Source.BF16 else self.master()
+
+    def master(self) -> torch.Tensor:
+        """Return the flat FP32 masters [at least shard.valid]: where they lie, or decoded."""
+        if self.correction is None:
+            return master_shard(self.parameter)
+        if self.apart is not None:
+            return self.apart
+        codes = self.cover(self.data).view(FORMATS[self.spec.format].dtype)
+        master = decode(codes, self.cover(self.correction), self.covered(self.scale), self.granularity)
+        flat = torch.zeros(self.shard.numel, device=codes.device)
+        return self.into(flat, master)
+
+    def write_master(self, numbers: torch.Tensor, scales: torch.Tensor, skip: torch.Tensor | None = None) -> None:
+        """Write codes and corrections of flat FP32 numbers by their scales; nothing where `skip` is not zero."""
+        found = encode(self.cover(numbers), self.covered(self.scales_in(scales)), self.granularity)
+        for kept, new in zip((self.data, self.correction), (found[0].view(torch.uint8), found[1]), strict=True):
+            if skip is not None:
+                new = torch.where(skip != 0, self.cover(kept), new)
+            self.into(kept, new)
+
+    def into(self, flat: torch.Tensor, cover: torch.Tensor) -> torch.Tensor:
+        """Write the shard's elements of a matrix over the cover into a flat tensor, and return that."""
+        flat[: self.shard.valid] = cover.flatten()[self.offset : self.offset + self.shard.valid]
+        return flat
 
     def scales_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return this weight's scales (or amax) in a flat buffer of those of all weights."""
@@ -292,8 +323,7 @@ class ReferenceShardCast:
             own = weight.covered(weight.scales_in(scales))
             cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
             cover = cast(cover, own, self._spec.format, weight.granularity)
-            codes = cover.view(torch.uint8).flatten()[weight.offset : weight.offset + weight.shard.valid]
-            weight.data[: weight.shard.valid].copy_(codes)
+            weight.into(weight.data, cover.view(torch.uint8))
 
 
 def stacks_of(weights: Iterable[ShardedWeight]) -> list[list[ShardedWeight]]:

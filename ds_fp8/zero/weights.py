@@ -18,42 +18,35 @@ On one rank a shard is the weight: it is used where it lies, until the next cast
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
 from torch import nn
 
-from ds_fp8.casts import QuantizedTensor, scale_from_amax
-from ds_fp8.config.formats import SCALE_TYPES, CastSpec
+from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero import streams
+from ds_fp8.zero.cast_set import CastSet, in_runs
 from ds_fp8.zero.collectives import GATHER, Transport, WireMeter, choose
+from ds_fp8.zero.deepspeed.masters import has_fp32_master
 from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.optimizer import FlatBf16
 from ds_fp8.zero.deepspeed.parameters import (
     bf16_shard,
     is_gathered,
     is_trained,
+    master_shard,
     on_external_parameter,
     order,
     reshard,
     shard_of,
 )
-from ds_fp8.zero.residuals import OutlierResiduals
+from ds_fp8.zero.masters import MasterSet
 from ds_fp8.zero.streams import profiled
-from ds_fp8.zero.weight import (
-    ReferenceShardCast,
-    ShardedWeight,
-    Source,
-    State,
-    on_device,
-    place_scales,
-    stacks_of,
-    without_padding,
-)
+from ds_fp8.zero.weight import ShardedWeight, Source, State, on_device, stacks_of, without_padding
 
 ALIGNMENT = 256
 """Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
@@ -63,115 +56,10 @@ Written = tuple[ShardedWeight, torch.Tensor]
 """A weight whose BF16 shard a user may write to, and a copy of the shard from before."""
 
 
-def in_runs(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    """Return the items in lists of one key each, in the order they come."""
-    runs: dict[Any, list[Any]] = {}
-    for item in items:
-        runs.setdefault(key(item), []).append(item)
-    return list(runs.values())
-
-
-def make_shard_cast(weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec) -> ReferenceShardCast:
-    """Return the casts of weights whose codes are in the buffer `shards`, by kernels where there are any."""
-    if shards.device.type != "cuda" or spec.by_torch:
-        return ReferenceShardCast(weights, spec)
-    from ds_fp8.zero.cast_triton import TritonShardCast
-
-    return TritonShardCast(weights, shards, spec)
-
-
-class CastSet:
-    """Weights with scales in one buffer, cast together."""
-
-    def __init__(self, stacks: Iterable[list[ShardedWeight]]):
-        """Order weights and their scales, of stacks of one fused product each, in an order that all ranks agree on."""
-        # Weights of one group and one cast side by side: their maxima are one slice, for one all-reduce.
-        runs = in_runs(stacks, lambda stack: (id(stack[0].shard.group), str(stack[0].spec)))
-        ordered = [stack for run in runs for stack in run]
-        self.weights = [weight for stack in ordered for weight in stack]
-        self.num_scales = place_scales(ordered)
-        ends = [run[0][0].scale_start for run in runs[1:]] + [self.num_scales]
-        self._runs = [(run[0][0].shard.group, run[0][0].spec, end) for run, end in zip(runs, ends, strict=True)]
-        """Process group and cast of successive weights, and where their scales end."""
-        self._pinned: torch.Tensor | None = None
-
-    def place(self, codes: torch.Tensor) -> None:
-        """Keep the shards in `codes`, the buffer that every weight's `data` is a view of."""
-        self._shard_casts = [
-            (make_shard_cast(same, codes, same[0].spec), same[0].spec)
-            for same in in_runs(self.weights, lambda weight: str(weight.spec))
-        ]
-        self._device = codes.device
-        with_outliers = [weight for weight in self.weights if weight.outliers is not None]
-        self._residuals = OutlierResiduals(with_outliers, codes.device) if with_outliers else None
-
-    @property
-    def stale(self) -> bool:
-        """Return whether any weight is: the others share its all-reduce and launch."""
-        return any(weight.stale for weight in self.weights)
-
-    def pin_scales(self) -> None:
-        """Keep the scales where they are from now on: later casts write them in place, for CUDA graphs read them."""
-        if self._pinned is None:
-            self._pinned = torch.zeros(self.num_scales, device=self._device)
-            for weight in self.weights:
-                weight.pin_scale(self._pinned)
-
-    def cast(self, wire: WireMeter) -> None:
-        """Cast all shards from their numbers, on the current stream. Collective; the host waits for nothing.
-
-        Offloaded numbers are copied here first, and for that the host waits.
-        """
-        # Zeros: blocks of which this rank has no element must not raise the maximum of the others.
-        amax = torch.zeros(self.num_scales, device=self._device)
-        for shard_cast, spec in self._shard_casts:
-            if SCALE_TYPES[spec.scale].needs_amax:
-                shard_cast.write_amax(amax, ShardedWeight.numbers)
-        scales = self._agreed(amax, wire)
-        if self._pinned is not None:
-            # Behind the products of the last micro-step, which read these scales: the cast's stream waits for
-            # `_changed`, an event that the optimizer's stream, the products' own, recorded after them.
-            scales = self._pinned.copy_(scales)
-        for shard_cast, _ in self._shard_casts:
-            shard_cast.cast(scales, ShardedWeight.numbers)
-        # Views of a new buffer, where they are not pinned: a product whose weight was gathered before this cast goes
-        # on reading the scales that it was gathered with.
-        for weight in self.weights:
-            weight.was_cast(scales)
-        self._scales = scales
-        self.write_residuals(wire)
-
-    def write_residuals(self, wire: WireMeter, only: OutlierChannels | None = None) -> None:
-        """Cast the residuals of outlier channels, of all products that know theirs or of one. Collective.
-
-        On the current stream, behind the cast of the shards.
-        """
-        if self._residuals is not None:
-            self._residuals.write(self._scales, wire, only)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of scales and residuals, which every rank has of whole weights."""
-        residuals = 0 if self._residuals is None else self._residuals.nbytes
-        return self.num_scales * torch.float32.itemsize + residuals
-
-    def _agreed(self, amax: torch.Tensor, wire: WireMeter) -> torch.Tensor:
-        scales, start = torch.empty_like(amax), 0
-        for group, spec, end in self._runs:
-            kind = SCALE_TYPES[spec.scale]
-            if kind.needs_amax:
-                # One all-reduce for all weights of a group that are cast alike: their maxima lie side by side.
-                dist.all_reduce(amax[start:end], op=dist.ReduceOp.MAX, group=group)
-                wire.count(GATHER, "all_reduce", amax[start:end].nbytes, group)
-            if kind.from_amax is None:
-                scales[start:end] = scale_from_amax(amax[start:end], spec.format, spec.scale)
-            start = end
-        for weight in self.weights:
-            spec = weight.spec
-            if SCALE_TYPES[spec.scale].from_amax is not None:  # from all amax of a weight together
-                own = scale_from_amax(weight.scales_in(amax), spec.format, spec.scale)
-                weight.scales_in(scales).copy_(own)
-        return scales
+def _kind(stack: list[ShardedWeight]) -> int:
+    if not all(has_fp32_master(weight.parameter) for weight in stack):
+        return 0
+    return 1 if any(is_trained(weight.parameter) for weight in stack) else 2
 
 
 class ShardedWeights:
@@ -188,10 +76,11 @@ class ShardedWeights:
         # Sorted, so that all ranks agree on the order.
         ordered = sorted(weights, key=lambda weight: order(weight[0]))
         stacks = stacks_of(ShardedWeight(p, shard_of(p), spec, outliers) for p, spec, outliers in ordered)
-        trained = [stack for stack in stacks if any(is_trained(weight.parameter) for weight in stack)]
-        rest = [stack for stack in stacks if stack not in trained]
-        self._sets = [CastSet(some) for some in (trained, rest) if some]
-        self._trained = self._sets[0].weights if trained else []
+        # Weights without FP32 masters, others that are trained, the rest.
+        coded, trained, rest = ([stack for stack in stacks if _kind(stack) == kind] for kind in range(3))
+        self.masters = MasterSet(engine, coded, wire) if coded else None
+        self._sets = [*([self.masters] if coded else []), *(CastSet(some) for some in (trained, rest) if some)]
+        self._trained = [weight for stack in trained for weight in stack]
         # Keyed by id: a Parameter compares element by element.
         self._weights = {id(weight.parameter): weight for some in self._sets for weight in some.weights}
         # Shards that are fetched together lie side by side: what is sent is a view.
@@ -259,11 +148,7 @@ class ShardedWeights:
         stale = [some for some in self._sets if some.stale]
         if not stale:
             return
-        # DeepSpeed has resharded nearly all weights by now. Those that are still used in place keep the codes of now.
-        in_use = [weight for weight in self if weight.operand_is_shard]
-        for weight in in_use:
-            weight.copy_operand()
-        if in_use:  # copied on the current stream, which the cast's stream must wait for, too
+        if self._copy_operands():  # on the current stream, which the cast's stream must wait for, too
             self._changed = streams.record_event()
         with profiled("cast"), streams.on_stream(self._stream):
             # The stream that the masters were written on holds the products too, which read the scales.
@@ -274,6 +159,19 @@ class ShardedWeights:
                 some.cast(self._wire)
             self.transport.written()
             self._refreshed = streams.record_event()  # gathers begin behind it
+
+    def _copy_operands(self) -> bool:
+        """Copy the codes of weights that are used in place; DeepSpeed has resharded nearly all by now."""
+        in_use = [weight for weight in self if weight.operand_is_shard]
+        for weight in in_use:
+            weight.copy_operand()
+        return bool(in_use)
+
+    def before_codes(self) -> None:
+        """Let the current stream wait until a step may write codes. Collective."""
+        self.wait_for_cast()
+        self._copy_operands()
+        self.transport.write()
 
     def wait_for_cast(self) -> None:
         """Let the current stream wait for the last cast: it may still write shards and read masters."""
@@ -476,6 +374,8 @@ class ShardedWeights:
         that moment.
         """
         self._flat_bf16 = FlatBf16(self._engine)
+        if self.masters is not None:  # which are made of the BF16 shards
+            self.cast_and_wait()
         for weight in self:
             if weight.in_fp8 and is_trained(weight.parameter):
                 weight.need_no_bf16()
@@ -483,7 +383,12 @@ class ShardedWeights:
 
     def write_bf16(self) -> None:
         """Round the new FP32 masters into the BF16 shards that exist for good, and free the others."""
-        self._flat_bf16.round(self._trained_with(lambda weight: not weight.frees_bf16))
+        self._flat_bf16.round(
+            {
+                p: w.master() if (w := self.of(p)) else master_shard(p)
+                for p in self._trained_with(lambda weight: not weight.frees_bf16)
+            }
+        )
         for weight in self:
             weight.free_bf16()  # what a user wrote there held until now
 

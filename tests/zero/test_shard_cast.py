@@ -5,8 +5,8 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor, quantize, scale_from_amax
 from ds_fp8.config.formats import CastSpec
+from ds_fp8.zero.cast_set import make_shard_cast
 from ds_fp8.zero.weight import ReferenceShardCast
-from ds_fp8.zero.weights import make_shard_cast
 from tests.zero.shard_casts import (
     DEVICE,
     SHAPES,

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.methods import has_optimizer, replace
-from ds_fp8.zero.deepspeed.parameters import master_shard, shard_of
+from ds_fp8.zero.deepspeed.parameters import shard_of
 
 _FLUSH_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _GRADIENT_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -155,10 +155,11 @@ class FlatBf16:
     def exists(self) -> bool:
         return self._zero.lp_param_buffer is not None
 
-    def round(self, parameters: list[torch.nn.Parameter]) -> None:
-        if parameters:
+    def round(self, masters: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Round masters into the BF16 shards of their parameters."""
+        if masters:
             # One launch for all. On the stream of the step: the masters were written just before.
-            torch._foreach_copy_([p.ds_tensor for p in parameters], [master_shard(p) for p in parameters])
+            torch._foreach_copy_([p.ds_tensor for p in masters], list(masters.values()))
 
     def restore(self) -> None:
         """Make the buffer, of the shards, all of which exist."""

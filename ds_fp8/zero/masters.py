@@ -1,0 +1,184 @@
+"""Weights whose masters are codes and corrections: the step that writes both, and DeepSpeed's view of them in FP32.
+
+A step is one pass over a weight, block by block: decode, update, amax, scale, encode (optim/masters.py). Blocks that
+lie on two ranks need an amax that both have a part in. They are updated twice, first for the amax alone:
+
+    update     every sub-group: blocks of this rank alone, and the amax of the others
+    finish     one all-reduce MAX of the amax of all sub-groups; then the others
+
+All of it on the stream of the step, before the host knows whether the step counts: where `skip` is not zero nothing is
+changed. Loads and users write FP32 numbers, which are encoded by the next cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from ds_fp8.casts import scale_from_amax
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.optim.adamw import AdamStep, step_on
+from ds_fp8.optim.masters import kept_amax
+from ds_fp8.optim.moments import Moment
+from ds_fp8.zero.cast_set import CastSet
+from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.zero.deepspeed.masters import FlatMasters
+from ds_fp8.zero.deepspeed.parameters import bf16_shard
+from ds_fp8.zero.weight import ReferenceShardCast, ShardedWeight, Source
+
+Members = list[tuple[ShardedWeight, int]]
+"""Weights of a sub-group, each with the first of its elements there."""
+Finish = Callable[[torch.Tensor, torch.Tensor | None], None]
+"""Takes the new scales of all weights, and `skip`."""
+
+
+class MasterSet(CastSet):
+    """Weights with scales in one buffer whose masters are codes and corrections."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, stacks: Iterable[list[ShardedWeight]], wire: WireMeter):
+        super().__init__(stacks)
+        self._wire, self._flat = wire, FlatMasters(engine)
+        self._of = {id(weight.parameter): weight for weight in self.weights}
+        if (missing := {id(p) for some in self._flat.sub_groups.values() for p, *_ in some}) != self._of.keys():
+            raise RuntimeError(f"{len(missing)} weights have no FP32 masters, and {len(self._of)} are gathered as such")
+        self._residuals_due = False
+
+    def place(self, codes: torch.Tensor) -> None:
+        super().place(codes)
+        numels = [weight.shard.numel for weight in self.weights]
+        corrections = torch.zeros(sum(numels), dtype=torch.int16, device=codes.device)
+        self._scales = torch.ones(self.num_scales, device=codes.device)
+        for weight, correction in zip(self.weights, corrections.split(numels), strict=True):
+            weight.correction, weight.scale = correction, weight.scales_in(self._scales)
+            weight.apart = bf16_shard(weight.parameter)  # which DeepSpeed's masters would be copies of
+
+    # ---------------------------------------------------------------- casts of what loads and users wrote
+
+    @property
+    def stale(self) -> bool:
+        """Return whether a cast is due, or residuals of what a step wrote."""
+        return self._residuals_due or super().stale
+
+    def cast(self, wire: WireMeter) -> None:
+        """Cast what is stale, weight by weight, in torch: it is rare, and of FP32 numbers there is no room for many."""
+        stale = [weight for weight in self.weights if weight.stale]
+        if stale:
+            amax = torch.zeros(self.num_scales, device=self._device)
+            for weight in stale:
+                ReferenceShardCast([weight], weight.spec).write_amax(amax, ShardedWeight.numbers)
+            agreed, scales = self._agreed(amax, wire), self._scales.clone()
+            for weight in stale:
+                weight.scales_in(scales).copy_(weight.scales_in(agreed))
+            for weight in stale:
+                if weight.source is Source.BF16:
+                    ReferenceShardCast([weight], weight.spec).cast(scales, ShardedWeight.numbers)
+                elif weight.shard.valid:
+                    weight.write_master(weight.master().to(self._device, torch.float32), scales)
+            self._take(scales, stale)
+        self._residuals_due = False
+        self.write_residuals(wire)
+
+    def _scale_of(self, amax: torch.Tensor, spec: CastSpec) -> torch.Tensor:
+        return scale_from_amax(kept_amax(amax, spec.scale), spec.format, spec.scale)
+
+    def _take(self, scales: torch.Tensor, written: Iterable[ShardedWeight]) -> None:
+        """Let `scales` be those of all weights; the codes of `written` are the casts of their present numbers."""
+        self._scales = scales if self._pinned is None else self._pinned.copy_(scales)
+        for weight in self.weights:
+            weight.scale = weight.scales_in(self._scales)
+        for weight in written:
+            weight.stale = False
+            if weight.source is Source.MASTER:
+                weight.apart = None
+
+    def pin_scales(self) -> None:
+        super().pin_scales()
+        self._scales = self._pinned
+
+    # ---------------------------------------------------------------- a step
+
+    def begin(self) -> None:
+        """Begin a step, behind the last reads of codes and scales."""
+        self._amax = torch.zeros(self.num_scales, device=self._device)
+        self._unfinished: list[Finish] = []
+
+    def update(self, sub_group: int) -> Callable[..., None] | None:
+        """Return what takes AdamW's step of a sub-group; None for one with FP32 masters."""
+        if sub_group not in self._flat.sub_groups:
+            return None
+        members = [(self._of[id(p)], start) for p, start, _ in self._flat.sub_groups[sub_group]]
+
+        def update(
+            gradient: torch.Tensor,
+            exp_avg: torch.Tensor | Moment,
+            exp_avg_sq: torch.Tensor | Moment,
+            step: AdamStep,
+            **options: Any,
+        ) -> None:
+            master = torch.zeros(gradient.numel(), device=gradient.device)
+            for weight, start in members:
+                master[start : start + weight.shard.numel] = weight.master()
+            step_on(gradient.device, (exp_avg, exp_avg_sq))(master, gradient, exp_avg, exp_avg_sq, step, **options)
+            parts = {weight: master[start : start + weight.shard.numel] for weight, start in members}
+            for weight in parts:
+                ReferenceShardCast([weight], weight.spec).write_amax(self._amax, parts.__getitem__)
+            self._unfinished.append(lambda scales, skip: self._encode(parts, scales, skip))
+
+        return update
+
+    @staticmethod
+    def _encode(parts: dict[ShardedWeight, torch.Tensor], scales: torch.Tensor, skip: torch.Tensor | None) -> None:
+        for weight, numbers in parts.items():
+            if weight.shard.valid:
+                weight.write_master(numbers, scales, skip)
+
+    def finish(self, skip: torch.Tensor) -> None:
+        """Write what needs the amax of other ranks. Collective; the host waits for nothing."""
+        self._new_scales = self._agreed(self._amax, self._wire)
+        while self._unfinished:
+            self._unfinished.pop(0)(self._new_scales, skip)
+
+    def taken(self) -> None:
+        """Note that the step was taken: the codes are those of new masters, over what a user wrote."""
+        for weight in self.weights:
+            weight.source = Source.MASTER
+        self._take(self._new_scales, self.weights)
+        self._residuals_due = True
+
+    # ---------------------------------------------------------------- DeepSpeed's view
+
+    @contextmanager
+    def read(self, parameter: nn.Parameter) -> Iterator[None]:
+        """Let DeepSpeed find the FP32 masters of one parameter."""
+        if id(parameter) not in self._of:
+            yield
+            return
+        with self._flat.on_host(self._master, parameter):
+            yield
+
+    @contextmanager
+    def written(self, parameter: nn.Parameter | None = None) -> Iterator[None]:
+        """Let DeepSpeed write the FP32 masters of one parameter, or of all, which the next cast or step reads."""
+        if parameter is not None and id(parameter) not in self._of:
+            yield
+            return
+        there: dict[nn.Parameter, torch.Tensor] = {}
+        try:
+            with self._flat.on_host(self._master, parameter) as there:
+                yield
+        finally:
+            for one, masters in there.items():
+                self._of[id(one)].apart = masters if parameter is None else masters.clone()
+
+    def into_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Put FP32 masters into a state dict of the ZeRO optimizer."""
+        self._flat.in_state(state, self._master)
+        return state
+
+    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self._of[id(parameter)].master()

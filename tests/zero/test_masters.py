@@ -1,0 +1,242 @@
+"""Masters as codes and corrections on real ranks: beside FP32 masters, and whatever reads or writes them."""
+
+from __future__ import annotations
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+
+from tests.zero import models
+
+MOMENTS = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
+SIZES = (132, 300)
+"""DeepSpeed sets whole masters only where they divide by the ranks: here by 1 to 4."""
+
+
+def config(master="fp8_plus16", scale="pow2", moments=False, fp8=None, **zero):
+    kept = {"master": master, "implementation": "ds_fp8", **(MOMENTS if moments else {})}
+    weight = {"linear": {"weight": {"scale": scale}}}
+    return models.config({"monitor": {"every": 0}, **weight, **(fp8 or {}), "optimizer": kept}, **zero)
+
+
+def state(engine) -> dict[str, torch.Tensor]:
+    """Everything that masters are made of, and what is gathered."""
+    kept = {}
+    for name, parameter in engine.module.named_parameters():
+        weight = engine.fp8.weights.of(parameter)
+        if weight is not None and weight.correction is not None:
+            valid = weight.shard.valid
+            kept |= {f"{name} codes": weight.data[:valid].clone(), f"{name} scale": weight.scale.clone(),
+                     f"{name} correction": weight.correction[:valid].clone()}  # fmt: skip
+        kept[f"{name} master"] = safe_get_full_fp32_param(parameter)
+    return kept
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def train(*arguments):
+    engine = models.build(config(*arguments))
+    losses = models.train(engine, 6)
+    masters = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    flat = engine.optimizer.fp32_partitioned_groups_flat
+    memory = sum(one.untyped_storage().nbytes() for one in flat)
+    coded = sum(weight.correction is not None for weight in engine.fp8.weights)
+    return losses, masters, memory, coded
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_a_run_is_that_of_fp32_masters(ranks, world, scale):
+    fp32, coded = (ranks(world, train, master, scale) for master in ("fp32", "fp8_plus16"))
+    for (losses, masters, memory, none), (found, kept, less, count) in zip(fp32, coded, strict=True):
+        assert found == pytest.approx(losses, rel=1e-3)
+        assert (none, count) == (0, 6)
+        assert less < memory / 3  # embedding, head and biases are left
+        for name, master in masters.items():
+            assert (kept[name] - master).norm() < 0.05 * 6 * 3e-4 * master.numel() ** 0.5, name
+    for name in coded[0][1]:
+        assert all(torch.equal(coded[0][1][name], other[1][name]) for other in coded)
+
+
+def skipped(moments, written):
+    """State before and after a step that an Inf turns off."""
+    engine = models.build(config(moments=moments), sizes=SIZES)
+    models.train(engine, 2)
+    if written:  # the user's BF16 numbers stay, and the masters behind them
+        write_bf16(engine)
+        engine(models.batch(9, dist.get_rank()))
+    before, numbers = state(engine), models.bf16_weights(engine)
+    engine.backward(engine(models.batch(2, dist.get_rank())) * (torch.inf if dist.get_rank() == 0 else 1.0))
+    engine.step()
+    assert engine.skipped_steps == 1
+    return before, state(engine), numbers, models.bf16_weights(engine)
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("moments", [False, True])
+def test_a_skipped_step_changes_nothing(ranks, moments, written):
+    for before, after, numbers, later in ranks(2, skipped, moments, written):
+        assert_same(before, after)
+        assert_same(numbers, later)
+
+
+def write_bf16(engine):
+    weight = engine.module.layers[1].up.weight
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        if dist.get_rank() == 0:
+            weight.data.mul_(1.5)
+
+
+def writes(master):
+    """Losses around writes of users, and what they read."""
+    engine = models.build(config(master), sizes=SIZES)
+    up, down = engine.module.layers[1].up.weight, engine.module.layers[2].down.weight
+    losses = models.train(engine, 2)
+    safe_set_full_fp32_param(up, 1.5 * safe_get_full_fp32_param(up))
+    whole = safe_get_full_fp32_param(up)
+    losses += models.train(engine, 2, start=2)
+    local = safe_get_local_fp32_param(down).clone()
+    if dist.get_rank() == 1:  # alone, and seen from the next step on
+        safe_set_local_fp32_param(down, 1.25 * local)
+    read = safe_get_local_fp32_param(down).clone()
+    losses += models.train(engine, 2, start=4)
+    before = safe_get_full_fp32_param(up)
+    write_bf16(engine)
+    untouched = torch.equal(before, safe_get_full_fp32_param(up))
+    losses += models.train(engine, 2, start=6)
+    assert not any(weight.apart is not None for weight in engine.fp8.weights)
+    assert torch.equal(read, (1.25 if dist.get_rank() == 1 else 1.0) * local)
+    return losses, whole, safe_get_full_fp32_param(up), safe_get_full_fp32_param(down), untouched
+
+
+def test_users_write_masters_and_numbers(ranks):
+    for found, expected in zip(ranks(2, writes, "fp8_plus16"), ranks(2, writes, "fp32"), strict=True):
+        assert found[0] == pytest.approx(expected[0], rel=2e-3)
+        for one, other in zip(found[1:4], expected[1:4], strict=True):
+            assert (one - other).norm() < 2e-3 * other.norm()
+        assert found[4]
+
+
+def resume(folder, scale, moments, other):
+    """State and losses of a run that went on, and of one that loaded; a load of the weights alone."""
+    arguments = {"scale": scale, "moments": moments, "sub_group_size": 50000}
+    engine = models.build(config(**arguments), sizes=SIZES)
+    models.train(engine, 3)
+    engine.save_checkpoint(folder, tag="three")
+    saved = state(engine)
+    went_on = models.train(engine, 3, start=3), state(engine)
+    engine = models.build(config(**arguments), sizes=SIZES)
+    models.train(engine, other)
+    engine.load_checkpoint(folder, tag="three")
+    engine(models.batch(0, 0))  # which casts
+    loaded = state(engine)
+    resumed = models.train(engine, 3, start=3), state(engine)
+    return saved, loaded, went_on, resumed
+
+
+@pytest.mark.parametrize(
+    ("world", "scale", "moments", "other"), [(2, "pow2", True, 0), (3, "fp32", True, 2), (1, "fp32", False, 0)]
+)
+def test_a_resumed_run_is_the_run_that_went_on(ranks, tmp_path, world, scale, moments, other):
+    for saved, loaded, went_on, resumed in ranks(world, resume, str(tmp_path), scale, moments, other):
+        assert_same(saved, loaded)
+        assert went_on[0] == resumed[0]
+        assert_same(went_on[1], resumed[1])
+
+
+def universal(folder, tag, master, steps, load):
+    engine = models.build({**config(master), "checkpoint": {"load_universal": load is not None}}, sizes=SIZES)
+    if load is not None:
+        engine.load_checkpoint(folder, tag=load, load_module_strict=False)
+    loaded = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    losses = models.train(engine, steps)
+    engine.save_checkpoint(folder, tag=tag)
+    return loaded, {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}, losses
+
+
+def test_universal_checkpoints_lose_nothing_between_ranks_and_masters(ranks, tmp_path):
+    from tests.optim.test_zero import to_universal
+
+    folder = str(tmp_path)
+    kept = ranks(2, universal, folder, "a", "fp8_plus16", 3, None)[0][1]
+    to_universal(folder, "a")
+    loaded, more, _ = ranks(3, universal, folder, "b", "fp8_plus16", 2, "a_universal")[0]
+    assert_same(kept, loaded)
+    loaded, fp32, _ = ranks(2, universal, folder, "c", "fp32", 2, "a_universal")[0]
+    assert_same(kept, loaded)
+    to_universal(folder, "c")
+    rounded = ranks(1, universal, folder, "d", "fp8_plus16", 0, "c_universal")[0][0]
+    for name, master in fp32.items():
+        torch.testing.assert_close(rounded[name], master, rtol=2.0**-19, atol=1e-8)
+        torch.testing.assert_close(more[name], master, rtol=0, atol=1e-3)
+
+
+def exported(folder):
+    """The FP32 weights that DeepSpeed's own script finds in a checkpoint, beside those of the engine."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    engine = models.build(config(moments=True), sizes=SIZES)
+    models.train(engine, 2)
+    engine.save_checkpoint(folder, tag="two")
+    masters = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    dist.barrier()
+    found = get_fp32_state_dict_from_zero_checkpoint(folder, tag="two")
+    return masters, {name: numbers.detach() for name, numbers in found.items()}
+
+
+def test_deepspeeds_script_finds_the_masters(ranks, tmp_path):
+    masters, found = ranks(2, exported, str(tmp_path))[0]
+    assert_same(masters, {name: found[name] for name in masters})
+
+
+def refusal(ds_config):
+    from ds_fp8.config.errors import UserError
+
+    with pytest.raises(UserError) as error:
+        models.build(ds_config)
+    return error.value.key, error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (
+            {"stage": 2, "fp8": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}},
+            "fp8.optimizer.master",
+        ),
+        ({"stage": 2}, "zero_optimization.stage"),
+        ({"offload_optimizer": {"device": "cpu"}}, "zero_optimization.offload_optimizer"),
+        ({"fp8": {"preset": "rowwise"}}, "fp8.optimizer.master"),
+    ],
+)
+def test_what_cannot_be_is_refused(ranks, words, key):
+    found, remedy = ranks(1, refusal, config(**words))[0]
+    assert found == key
+    assert "master" in remedy or "stage" in remedy
+
+
+def sharded_by_hand(scale):
+    """Masters, codes and scales with outlier channels, and a layer that has left FP8."""
+    linear = {"weight": {"scale": scale}, "input": {"scale": scale}, "outlier_channels": 16}
+    engine = models.build(config(scale=scale, fp8={"linear": linear}), sizes=(256, 384))
+    losses = models.train(engine, 3)
+    engine.fp8.weights.leave_fp8([engine.module.layers[0].up.weight])
+    losses += models.train(engine, 3, start=3)
+    up = engine.module.layers[0].up.weight
+    return losses, models.bf16_weights(engine), safe_get_full_fp32_param(up), "layers.0.up.weight"
+
+
+def test_outlier_channels_and_weights_that_left_fp8(ranks):
+    for losses, numbers, master, name in ranks(2, sharded_by_hand, "fp32"):
+        assert losses == sorted(losses, reverse=True) or losses[-1] < losses[0]
+        assert torch.equal(numbers[name], master.bfloat16())

@@ -59,13 +59,13 @@ def test_outlier_channels_take_fitted_scales_for_inputs_alone(operand):
 
 
 def test_presets():
-    sources = {"fp8lm_o1", "fp8lm_o2", "fp8lm_o3", "coat", "compact"}
-    assert set(PRESETS) == {"infir2", "hybrid_fast", "precise", "rowwise", "tensorwise"} | sources
+    sources = {"fp8lm_o1", "fp8lm_o2", "fp8lm_o3", "coat"}
+    assert set(PRESETS) == {"infir2", "compact", "hybrid_fast", "precise", "rowwise", "tensorwise"} | sources
     assert casts(parse({"preset": "hybrid_fast"})) == INFIR2
     assert parse({"preset": "hybrid_fast"}).linear.wgrad.input == "128x128"
     assert parse({"preset": "precise"}).linear.outlier_channels == 128
     assert {granularity for _, granularity, _ in casts(parse({"preset": "rowwise"})).values()} == {"row"}
-    assert casts(parse({"preset": "infir2"})) == INFIR2
+    assert casts(parse({"preset": "infir2"})) == casts(parse({"preset": "compact"})) == INFIR2
     for preset in ("tensorwise", *sources):
         assert casts(parse({"preset": preset})) == TENSORWISE
 

@@ -22,17 +22,7 @@ MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "token
 OPTIONS = {
     "train": ("--gpus", "--set", "--hostfile", "--max-restarts", "--launcher-options", "--local_rank"),
     "estimate": ("--gpus", "--memory", "--set", "--json"),
-    "sweep": (
-        "--sweep",
-        "--grid",
-        "--set",
-        "--gpus",
-        "--steps",
-        "--timeout",
-        "--only",
-        "--memory",
-        "--rerun",
-    ),
+    "sweep": ("--sweep", "--grid", "--set", "--gpus", "--steps", "--timeout", "--memory"),
     "parity": ("--steps", "--seeds", "--rates", "--gpus", "--out", "--tolerance", "--set", "--grid", "--sweep"),
     "export": ("--format", "--model", "--deepspeed_config", "--force"),
     "evaluate": ("--batches", "--gpus", "--problems", "--limit", "--out", "--json", "--set"),

@@ -23,9 +23,7 @@ from ds_fp8.commands.arguments import (
     say,
     stage_file,
 )
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_json
-from ds_fp8.config.schema import nearest
 
 
 def main() -> int:
@@ -38,8 +36,6 @@ def main() -> int:
     add_out(parser, None)
     parser.add_argument("--plan", action="store_true", help="print the points and their estimates, and run nothing")
     parser.add_argument("--memory", type=amount, metavar="GIB", help="with --plan: say which points fit on a GPU")
-    parser.add_argument("--only", action="append", metavar="POINT", help="measure this point alone (repeatable)")
-    parser.add_argument("--rerun", action="append", default=[], metavar="STATUS", help="measure such points again")
     arguments = parser.parse_args()
     # Terminated, it ends the point that is running as it does after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -47,22 +43,13 @@ def main() -> int:
     say("loading torch and DeepSpeed ...")
 
     from deepspeed.utils.logging import set_log_level_from_string
-    from rich.console import Console
 
-    from ds_fp8.memory.report import print_plan, print_records, write_report
-    from ds_fp8.memory.sweep import DONE, FILE, Setting, Sweep, check_points, only_driver, read_sweep
+    from ds_fp8.memory.report import print_plan, print_records, write_best
+    from ds_fp8.memory.sweep import FILE, Sweep, check_points, only_driver, read_sweep
 
     set_log_level_from_string("warning")
-    for status in arguments.rerun:
-        if status not in DONE:
-            raise UserError(f'"{status}" is not a status of points', remedy=nearest(status, DONE))
     raw = read_json(stage)
     _, points = read_sweep(sweep_file, arguments.gpus, arguments.grid, arguments.set)
-    names = [point.name for point in points]
-    for name in arguments.only or []:
-        if name not in names:
-            raise UserError(f'the sweep has no point "{name}"', file=sweep_file, remedy=nearest(name, names))
-    points = [point for point in points if not arguments.only or point.name in arguments.only]
     check_points(points, stage)
     if arguments.plan:
         print_plan(points, raw, None if arguments.memory is None else round(arguments.memory * 2**30))
@@ -70,18 +57,16 @@ def main() -> int:
 
     sweep_name = sweep_file.stem if sweep_file else "grid"
     folder = arguments.out or Path("runs/sweeps") / sweep_name / f"{stage.parent.name}_{stage.stem}"
-    setting = Setting(stage, raw, folder, arguments.steps, arguments.timeout)
-    console = Console(highlight=False, soft_wrap=True)
+    sweep = Sweep(stage, raw, folder, arguments.steps, arguments.timeout)
     # Two drivers of one folder would measure on the same GPUs at once, and each other's memory.
     with only_driver(folder):
-        sweep = Sweep(setting, console)
         try:
-            sweep.run(points, frozenset(arguments.rerun))
+            sweep.run(points)
         # Also after Ctrl-C: the points measured so far make a table.
         finally:
             records = sweep.known(points)
-            files = [folder / FILE, *write_report(folder, records, raw)] if records else []
+            best = write_best(folder, records, raw)
         if records:
-            print_records(records, console)
-            console.print("\n".join(f"  {file}" for file in files), markup=False)
+            print_records(records, sweep.console)
+            sweep.console.print("\n".join(f"  {file}" for file in (folder / FILE, best) if file), markup=False)
     return 0 if len(records) >= len(points) else 1

@@ -1,9 +1,7 @@
-"""Tables of estimates and of sweeps, on the terminal and as sweep.csv, and the best point as a stage."""
+"""Tables of estimates and of sweeps on the terminal, and the best point as a stage."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from ds_fp8.memory.estimate import KINDS, Estimate, largest_that_fits, longest_c
 from ds_fp8.memory.sweep import OK, Point, Record, estimate_of
 from ds_fp8.train.run_folder import write_atomically
 
-CSV, BEST = "sweep.csv", "best.json"
+BEST = "best.json"
 GIB = 2**30
 
 
@@ -111,41 +109,23 @@ def print_records(records: Sequence[Record], console: Console) -> None:
     console.print(table)
 
 
-def table_csv(records: Sequence[Record]) -> str:
-    """Return one row a point: figures in bytes, seconds and tokens per second, then the estimate by kind."""
-    kinds = list(dict.fromkeys(kind for record in records for kind in record["estimate"]["parts"]))
-    stream = io.StringIO()
-    figures = ("peak_bytes", "reserved_bytes", "tokens_per_second", "step_seconds", "loss", "steps", "seconds")
-    writer = csv.writer(stream)
-    writer.writerow(["name", "status", "reason", "gpus", "device", *figures, "estimated_bytes", *kinds, "settings"])
-    for record in records:
-        parts = record["estimate"]["parts"]
-        writer.writerow(
-            [record[key] for key in ("name", "status", "reason", "gpus", "device")]
-            + [record.get(key, "") for key in figures]
-            + [expected_bytes(record), *(parts.get(kind, 0) for kind in kinds), json.dumps(record["settings"])]
-        )
-    return stream.getvalue()
-
-
 def best_of(records: Sequence[Record]) -> Record | None:
     """Return the fastest point that ran, per GPU; of equally fast ones that with the least memory."""
     ran = [record for record in records if record["status"] == OK]
     return max(ran, key=lambda record: (_speed(record), -record["peak_bytes"]), default=None)
 
 
-def write_report(folder: Path, records: Sequence[Record], raw: Mapping[str, Any]) -> list[Path]:
-    """Write sweep.csv and, when a point ran, best.json, the stage `raw` with its settings; return both."""
-    files = {CSV: table_csv(records)}
+def write_best(folder: Path, records: Sequence[Record], raw: Mapping[str, Any]) -> Path | None:
+    """Write best.json, the stage `raw` with the best point's settings; return it, or None if no point ran."""
     best = best_of(records)
-    if best is not None:
-        stage = Point(best["name"], best["settings"], best["gpus"]).applied(raw)
-        # In sections of this package null is a value, which may stand for another than the preset's.
-        stage = {key: part if key in OWN_SECTIONS else _without_null(part) for key, part in stage.items()}
-        files[BEST] = json.dumps({key: part for key, part in stage.items() if part is not None}, indent=2) + "\n"
-    for name, text in files.items():
-        write_atomically(folder / name, text)
-    return [folder / name for name in files]
+    if best is None:
+        return None
+    stage = Point(best["name"], best["settings"], best["gpus"]).applied(raw)
+    # In sections of this package null is a value, which may stand for another than the preset's.
+    stage = {key: part if key in OWN_SECTIONS else _without_null(part) for key, part in stage.items()}
+    stage = {key: part for key, part in stage.items() if part is not None}
+    write_atomically(folder / BEST, json.dumps(stage, indent=2) + "\n")
+    return folder / BEST
 
 
 def _without_null(values: Any) -> Any:

@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -100,13 +100,6 @@ class Point:
         for override in self.overrides(measuring=False):
             apply_override(result, override)
         return result
-
-    def key(self, raw: Mapping[str, Any], steps: int) -> str:
-        """Return a name for what is measured: equal settings, stage and steps have the same."""
-        content = self.applied(raw)
-        content.get("train", {}).pop("run_dir", None)
-        text = json.dumps([content, self.gpus, steps], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_sweep(
@@ -199,14 +192,11 @@ def estimate_of(point: Point, raw: Mapping[str, Any], device: Device | None = No
 
 # ---------------------------------------------------------------- one run
 
-FILE = "sweep.jsonl"
+FILE, POINTS, OUTPUT, RUN = "sweep.jsonl", "points", "output.log", "run"
 OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED = "ok", "out of memory", "failed", "timeout", "refused"
-DONE = (OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED)
-"""Ways for a point to end that a rerun does not repeat. A point that was killed is in none of them."""
 KILLED = "killed"
-"""Status of a point that was ended from outside: neither a result nor the point's fault."""
+"""Status of a point that was ended from outside: neither a result nor the point's fault, so that it runs again."""
 
-OUTPUT, RUN = "output.log", "run"
 PROGRAM = (sys.executable, "-m", TRAIN)
 _POLL = 0.2
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -214,19 +204,9 @@ _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory", re.IGNORECASE
 )
-_SIGKILLED = re.compile(r"its process was ended by SIGKILL")
+_REASONS = (_OUT_OF_MEMORY, re.compile(r"^error: "), re.compile(r"(Error|Exception)\b.*:"))
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a run. Figures are None unless it was measured."""
-
-    status: str
-    reason: str
-    seconds: float
-    measured: Record | None = None
 
 
 def run_point(
@@ -238,16 +218,16 @@ def run_point(
     folder: Path,
     timeout: float,
     tick: Callable[[int], None] = lambda step: None,
-) -> Outcome:
-    """Measure some steps of a stage with KEY=VALUE changes; an earlier run in the same folder is ended and forgotten.
+) -> Record:
+    """Measure some steps of a stage with KEY=VALUE changes; return status, reason, seconds, and figures if it is OK.
 
-    The run is ended after `timeout` seconds; `tick` is called with the number of steps done.
+    An earlier run in the same folder is ended and forgotten. The run is ended after `timeout` seconds; `tick` is called
+    with the number of steps done.
     """
     run_dir = f"train.run_dir={json.dumps(str((folder / RUN).resolve()))}"
     _end_leftover(run_dir)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    metrics = folder / RUN / METRICS
     started = time.monotonic()
     changes = [part for change in (*overrides, run_dir) for part in ("--set", change)]
     with (folder / OUTPUT).open("wb") as output:
@@ -260,29 +240,23 @@ def run_point(
             env={**os.environ, **_RETURN_MEMORY},
         )
     try:
-        records: list[Record] = []
-        status = None
-        while status is None:
+        ended, records = False, []
+        while len(records) < steps and not ended and time.monotonic() - started <= timeout:
             time.sleep(_POLL)
             ended = process.poll() is not None
-            records = [record for record in read_metrics(metrics) if "loss" in record]
+            records = [record for record in read_metrics(folder / RUN / METRICS) if "loss" in record]
             tick(min(len(records), steps))
-            if len(records) >= steps:
-                status = OK
-            elif ended:
-                status = _how_it_ended(process.returncode, (folder / OUTPUT).read_text(errors="replace"))
-            elif time.monotonic() - started > timeout:
-                status = TIMEOUT
     finally:
         _end(process.pid)
         process.wait()
-    seconds = time.monotonic() - started
+    result = {"seconds": round(time.monotonic() - started, 1)}
     shutil.rmtree(folder / RUN, ignore_errors=True)
-    if status == OK:
-        return Outcome(OK, "", seconds, _figures(records[:steps]))
+    if len(records) >= steps:
+        return {"status": OK, "reason": "", **result, **_figures(records[:steps])}
+    if not ended:
+        return {"status": TIMEOUT, "reason": f"not done after {timeout:g} s", **result}
     text = (folder / OUTPUT).read_text(errors="replace")
-    reason = f"not done after {timeout:g} s" if status == TIMEOUT else _reason(text)
-    return Outcome(status, reason, seconds)
+    return {"status": _how_it_ended(process.returncode, text), "reason": _reason(text), **result}
 
 
 def _end_leftover(run_dir: str) -> None:
@@ -310,7 +284,7 @@ def _end(group: int) -> None:
 def _how_it_ended(code: int, output: str) -> str:
     if _OUT_OF_MEMORY.search(output):
         return OUT_OF_MEMORY
-    if code == -9 or _SIGKILLED.search(output):
+    if code == -9 or "its process was ended by SIGKILL" in output:
         return KILLED
     return REFUSED if code == EXIT_USER_ERROR else FAILED
 
@@ -318,11 +292,8 @@ def _how_it_ended(code: int, output: str) -> str:
 def _reason(output: str) -> str:
     """Return the line of a run's output that says why it ended."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for pattern in (_OUT_OF_MEMORY, re.compile(r"^error: "), re.compile(r"(Error|Exception)\b.*:")):
-        found = [line for line in lines if pattern.search(line)]
-        if found:
-            return found[0][:300]
-    return lines[-1][:300] if lines else "(no output)"
+    found = (line for pattern in _REASONS for line in lines if pattern.search(line))
+    return next(found, lines[-1] if lines else "(no output)")[:300]
 
 
 def _figures(records: list[Record]) -> Record:
@@ -342,32 +313,6 @@ def _figures(records: list[Record]) -> Record:
 # ---------------------------------------------------------------- all runs
 
 
-class Results:
-    """The finished points of a folder, by key."""
-
-    def __init__(self, folder: Path):
-        self.file = folder / FILE
-        self.by_key: dict[str, Record] = {record["key"]: record for record in self._read()}
-
-    def _read(self) -> Iterator[Record]:
-        for line in self.file.read_text().splitlines() if self.file.exists() else []:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # cut off by a kill: that point runs again
-            if isinstance(record, dict) and record.get("status") in DONE:
-                yield record
-
-    def append(self, record: Record) -> None:
-        """Add a finished point; on the disk when this returns. A later record of the same key replaces it."""
-        with self.file.open("ab") as stream:
-            # A line that was cut off ends here; an empty one is read as nothing.
-            stream.write(f"\n{json.dumps(record)}\n".encode() if stream.tell() else f"{json.dumps(record)}\n".encode())
-            stream.flush()
-            os.fsync(stream.fileno())
-        self.by_key[record["key"]] = record
-
-
 @contextmanager
 def only_driver(folder: Path) -> Iterator[None]:
     """Hold the folder of a sweep; a process that is killed lets it go."""
@@ -383,26 +328,20 @@ def only_driver(folder: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all points of a sweep share."""
+class Sweep:
+    """Runs points of a stage and keeps their results, by key, in a folder."""
 
     stage_file: Path
     raw: Mapping[str, Any]
     folder: Path
     steps: int
     timeout: float
+    console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
+    """Shows a bar and a line for each point."""
 
-
-class Sweep:
-    """Runs points and keeps their results. `console` shows a bar and a line for each."""
-
-    def __init__(self, setting: Setting, console: Console | None = None):
-        self.setting, self.console = setting, console or Console(highlight=False, soft_wrap=True)
-        self.results = Results(setting.folder)
-
-    def run(self, points: list[Point], rerun: frozenset[str] = frozenset()) -> list[Record]:
-        """Return the records of all points, measured or found; points with a status in `rerun` are measured again."""
-        known = {record["key"] for record in self.known(points) if record["status"] not in rerun}
+    def run(self, points: list[Point]) -> list[Record]:
+        """Return the records of all points, measured or found."""
+        known = {record["key"] for record in self.known(points)}
         waiting = [point for point in points if self._key(point) not in known]
         if len(waiting) < len(points):
             self.console.print(f"{len(points) - len(waiting)} of {len(points)} points are measured already")
@@ -411,55 +350,62 @@ class Sweep:
             task = progress.add_task("points", total=len(waiting), point="")
             for point in waiting:
                 progress.update(task, point=point.name)
-                self.measure(point, lambda step, name=point.name: progress.update(task, point=f"{name}, step {step}"))
+                self._measure(point, lambda step, name=point.name: progress.update(task, point=f"{name}, step {step}"))
                 progress.advance(task)
         return self.known(points)
 
     def known(self, points: list[Point]) -> list[Record]:
         """Return the records there are of `points`."""
-        keys = map(self._key, points)
-        return [self.results.by_key[key] for key in keys if key in self.results.by_key]
+        file, by_key = self.folder / FILE, {}
+        for line in file.read_text().splitlines() if file.exists() else []:
+            with suppress(json.JSONDecodeError):  # cut off by a kill: that point runs again
+                record = json.loads(line)
+                by_key[record["key"]] = record
+        return [by_key[key] for key in map(self._key, points) if key in by_key]
 
-    def measure(self, point: Point, tick: Callable[[int], None] = lambda step: None) -> Record:
+    def _measure(self, point: Point, tick: Callable[[int], None]) -> None:
         """Run one point and keep the result, unless it was killed from outside."""
-        setting = self.setting
-        expected = estimate_of(point, setting.raw)
-        outcome = run_point(
-            setting.stage_file,
+        expected = estimate_of(point, self.raw)
+        measured = run_point(
+            self.stage_file,
             [*point.overrides(), *self._long_enough(point)],
             gpus=point.gpus,
-            steps=setting.steps,
-            folder=setting.folder / "points" / self._key(point),
-            timeout=setting.timeout,
+            steps=self.steps,
+            folder=self.folder / POINTS / self._key(point),
+            timeout=self.timeout,
             tick=tick,
         )
+        self.console.print(f"{point.name}: {measured['status']} {measured['reason']}".rstrip(), markup=False)
+        if measured["status"] == KILLED:
+            self.console.print(f"  {point.name} was killed from outside: it counts as not run", markup=False)
+            return
         record = {
             "key": self._key(point),
             "name": point.name,
-            "status": outcome.status,
-            "reason": outcome.reason,
+            **measured,
             "settings": point.settings,
             "gpus": point.gpus,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "seconds": round(outcome.seconds, 1),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            **(outcome.measured or {}),
             "estimate": expected.as_json(),
         }
-        self.console.print(f"{point.name}: {outcome.status} {outcome.reason}".rstrip(), markup=False)
-        if outcome.status == KILLED:
-            self.console.print(f"  {point.name} was killed from outside: it counts as not run", markup=False)
-        else:
-            self.results.append(record)
-        return record
+        with (self.folder / FILE).open("a") as stream:
+            # On a line of its own, also behind one that was cut off.
+            stream.write(f"\n{json.dumps(record)}\n")
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def _long_enough(self, point: Point) -> list[str]:
-        """Check that the run will not end, and save itself, before it is measured."""
-        train, steps = point.applied(self.setting.raw).get("train", {}), self.setting.steps + 1
+        """Return changes with which the run will not end, and save itself, before it is measured."""
+        train, steps = point.applied(self.raw).get("train", {}), self.steps + 1
         if train.get("epochs") is not None:
             schedule = parse_section(Schedule, train.get("schedule", {}), key="train.schedule")
             return ["train.epochs=null", f"train.steps={max(steps, schedule.shortest)}"]
         return [f"train.steps={steps}"] if train.get("steps", steps) < steps else []
 
     def _key(self, point: Point) -> str:
-        return point.key(self.setting.raw, self.setting.steps)
+        """Return a name for what is measured: equal settings, stage and steps have the same."""
+        content = point.applied(self.raw)
+        content.get("train", {}).pop("run_dir", None)
+        text = json.dumps([content, point.gpus, self.steps], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

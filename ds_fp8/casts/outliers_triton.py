@@ -150,7 +150,6 @@ def extend_input_tiles(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """Do extend_input of outliers.py in one launch."""
     wide, first_tile = wide_input(x, len(channels))
     M, K = x.shape
     source = source if source.stride(-1) == 1 else source.contiguous()

@@ -96,7 +96,6 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
 
 
 def exact_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return amax / largest, at least SMALLEST_SCALE."""
     # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
     return (amax / torch.full_like(amax, largest)).clamp_min(SMALLEST_SCALE)
 

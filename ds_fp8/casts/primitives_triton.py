@@ -45,7 +45,6 @@ def magnitude_bits(x):
 
 @triton.jit
 def amax_bits(x, axis: tl.constexpr):
-    """Return the largest magnitude of FP32 `x` along `axis`, as its bits."""
     return tl.max(magnitude_bits(x), axis)
 
 
@@ -294,17 +293,14 @@ def _four_codes(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
 
 @triton.jit
 def _code(x, reciprocal, DTYPE: tl.constexpr):
-    """Return the code of each element as an int32."""
     return to_fp8(x, reciprocal, DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 def tiles(length: int) -> int:
-    """Return how many tiles of 128 elements cover `length`."""
     return -(-length // BLOCK)
 
 
 def is_even(*lengths: int) -> bool:
-    """Return whether tiles of 128 elements cover all of these lengths without a rest."""
     return all(length % BLOCK == 0 for length in lengths)
 
 

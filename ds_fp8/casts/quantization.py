@@ -36,7 +36,6 @@ def block_scales(rows: int, columns: int, device: torch.device | str | None = No
 
 
 def whole_blocks(columns: int) -> int:
-    """Return `columns` rounded up to whole blocks."""
     return -(-columns // BLOCK) * BLOCK
 
 
@@ -88,7 +87,6 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the tensor."""
         return self.data.shape
 
     @property
@@ -98,12 +96,10 @@ class QuantizedTensor:
 
     @property
     def spec(self) -> CastSpec:
-        """Return the cast that made this tensor."""
         return CastSpec(self.format, self.granularity, self.scale_type)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of elements and scales together."""
         return self.data.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -236,7 +232,6 @@ def transpose(q: QuantizedTensor, matrices: int = 1) -> QuantizedTensor:
 
 
 def _transposed(data: torch.Tensor) -> torch.Tensor:
-    """Return codes [..., M, K] as contiguous [..., K, M]."""
     if data.device.type == "cuda":
         from ds_fp8.casts.quantization_triton import transpose_bytes
 

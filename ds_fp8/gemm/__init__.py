@@ -62,14 +62,12 @@ def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -
 
 
 def why_not_in_fp32(name: str, a: CastSpec, b: CastSpec) -> str | None:
-    """Return why backend `name`, which multiplies operands of these casts, gives no FP32 result of them, or None."""
     if name == "reference":
         return None
     return why_not_multiplied(BACKENDS[name].scaled_matmul, a, b, torch.float32)
 
 
 def _unsupported_cast(name: str, *operands: CastSpec) -> str | None:
-    """Return why a backend cannot multiply operands that are emulated or have scales of such types, or None."""
     found = next((operand for operand in operands if operand.emulated), None)
     if found is not None and name != "reference":
         return f"operands cast as {found} are emulated"
@@ -136,7 +134,6 @@ def _to_be_tried() -> Iterator[str]:
 
 
 def _remedy(products: Sequence[tuple[CastSpec, CastSpec]]) -> str:
-    """Return what to change where no backend but the emulation multiplies these casts."""
     emulate = '"backend": "reference" emulates FP8, slower than BF16'
     for preset, cast in (
         ("rowwise", CastSpec("e4m3", "row", "pow2")),

@@ -30,7 +30,6 @@ BLOCKWISE = ("1x128", "128x128")
 
 
 def unavailable() -> str | None:
-    """Return why this backend cannot run on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA GPU"
     if torch.cuda.get_device_capability() < (8, 9):
@@ -41,7 +40,6 @@ def unavailable() -> str | None:
 
 
 def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
-    """Return why the operand pair is unsupported, or None."""
     if a_format == b_format == "e5m2":
         return "Hopper cannot multiply two E5M2 operands"
     if "e5m2" in (a_format, b_format) and {a_granularity, b_granularity} & set(BLOCKWISE):
@@ -93,7 +91,6 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
 
 
 def _row_scale(q: QuantizedTensor) -> torch.Tensor:
-    """Return [R, 1] for a padded number of rows R."""
     return _padded_rows(q.scale.expand(q.shape[0], 1)).contiguous()
 
 

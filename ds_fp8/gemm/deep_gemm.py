@@ -48,7 +48,6 @@ class Product(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Return whether DeepGEMM multiplies such sizes."""
         return self.rows % ROWS == self.columns % BLOCK == self.contraction % BLOCK == 0
 
     def __str__(self) -> str:
@@ -61,7 +60,6 @@ _ready: set[Product] = set()
 
 @functools.lru_cache(maxsize=1)
 def unavailable() -> str | None:
-    """Return why this backend cannot run on this machine, or None."""
     reason = cublas.unavailable()
     if reason is not None:
         return reason
@@ -83,7 +81,6 @@ unsupported = cublas.unsupported
 def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
     product = Product(a.shape[0], b.shape[0], a.shape[1])
     if (a.granularity, b.granularity, out_dtype) != ("1x128", "128x128", torch.bfloat16) or not product.possible:
         return cublas.scaled_matmul(a, b, out_dtype, fast_accumulation)
@@ -91,7 +88,6 @@ def scaled_matmul(
 
 
 def multiplies_groups() -> bool:
-    """Return whether the installed DeepGEMM multiplies groups of rows by their own matrices."""
     import deep_gemm
 
     return hasattr(deep_gemm, "m_grouped_fp8_gemm_nt_contiguous")

@@ -101,7 +101,6 @@ def _multiply_along_rows(
 
 @triton.jit
 def _zero_unused_tiles(result, of_tile, N: tl.constexpr):
-    """Store zeros in a tile of rows that belongs to no group."""
     if tl.load(of_tile + tl.program_id(1)) >= 0:
         return
     m = tl.program_id(1) * 128 + tl.arange(0, 128)
@@ -113,7 +112,6 @@ def _zero_unused_tiles(result, of_tile, N: tl.constexpr):
 def multiply_tiles(
     a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """Compute grouped_matmul of operands that fit."""
     rows, contraction = a.shape
     columns = b.shape[0] // len(groups.counts)
     tiles = rows // BLOCK
@@ -130,7 +128,6 @@ def multiply_tiles(
 def multiply_along_rows(
     dy: QuantizedTensor, x: QuantizedTensor, groups: RowGroups, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """Compute grouped_wgrad of operands that fit."""
     features, inputs, number = dy.shape[0], x.shape[0], len(groups.counts)
     blocks = x.granularity == "128x128"
     result = torch.empty(number, features, inputs, dtype=out_dtype, device=dy.data.device)

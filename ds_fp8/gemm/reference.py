@@ -9,12 +9,10 @@ from ds_fp8.config.formats import FORMATS, has_power_of_two_scales
 
 
 def unavailable() -> str | None:
-    """Return None: this backend runs anywhere."""
     return None
 
 
 def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
-    """Return None: every operand pair is supported."""
     return None
 
 

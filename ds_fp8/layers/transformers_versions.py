@@ -47,7 +47,6 @@ DIGESTS: dict[str, tuple[str, ...]] = {
 
 
 def check_version(version: str) -> None:
-    """Raise UserError for a transformers that is older or newer than those the tests pass with."""
     if not SpecifierSet(KNOWN).contains(version, prereleases=True) and os.environ.get(TRY) != version:
         remedy = f"{REMEDY}, or set {TRY}={version} to try it"
         raise UserError(f"transformers {version} is not supported: {KNOWN} is", remedy=remedy)

@@ -157,7 +157,6 @@ def _groups_heads(attention: str) -> bool:
 
 
 def _attention_in_fp8(layer: LayerShape, w: Workload) -> bool:
-    """Return whether attention of rows of one document is in FP8."""
     asked = w.fp8.enabled and w.fp8.attention.format != "bf16"
     return asked and (w.device == "cpu" or layer.head_dim == HEAD_DIM)
 
@@ -289,7 +288,6 @@ def _mlp_backward(layer: LayerShape, w: Workload, tokens: int, recomputes: bool)
 
 
 def _cast(rows: int, columns: int, granularity: str) -> int:
-    """Return the bytes of an FP8 matrix with its scales."""
     return rows * columns + FP32 * math.prod(scale_shape((rows, columns), granularity))
 
 

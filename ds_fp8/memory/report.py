@@ -20,7 +20,6 @@ GIB = 2**30
 
 
 def gib(size: float | None) -> str:
-    """Return a size in GiB as text, "" for None."""
     return "" if size is None else f"{size / GIB:,.2f}"
 
 
@@ -91,7 +90,6 @@ def expected_bytes(record: Record) -> int:
 
 
 def _speed(record: Record) -> float | None:
-    """Return the tokens per second per GPU."""
     return record["tokens_per_second"] / record["gpus"] if record.get("tokens_per_second") else None
 
 

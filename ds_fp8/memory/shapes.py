@@ -153,7 +153,6 @@ class ModelShape:
 
     @property
     def head_numel(self) -> int:
-        """Return the elements that the head multiplies with, its own or the embedding's."""
         return self.vocabulary * self.hidden
 
 
@@ -189,7 +188,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Return T, the tokens of a micro-batch on one GPU."""
         return self.rows * self.sequence_length // self.shared_by
 
     @property
@@ -224,7 +222,6 @@ class Workload:
         return fits and self.fp8.enabled and self.fp8.graph != "off"
 
     def resized(self, what: Literal["micro_batch", "sequence_length"], value: int) -> Workload:
-        """Return the same with another number of rows in a micro-batch, or of tokens in a row."""
         return replace(self, rows=value) if what == "micro_batch" else replace(self, sequence_length=value)
 
 

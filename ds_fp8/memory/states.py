@@ -36,7 +36,6 @@ def is_partitioned(parameter: ParameterShape, w: Workload) -> bool:
 
 
 def trained(w: Workload) -> list[ParameterShape]:
-    """Return the parameters that the optimizer steps."""
     return [parameter for parameter in w.model.parameters if parameter.trainable]
 
 
@@ -228,7 +227,6 @@ def reductions(w: Workload) -> list[Reduction]:
 
 
 def reduction_bytes(found: Sequence[Reduction], layer: int, w: Workload) -> int:
-    """Return the most that a reduction in backward of a layer takes."""
     return max((_transient(reduction, w) for reduction in found if reduction.layer == layer), default=0)
 
 

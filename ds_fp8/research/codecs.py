@@ -94,7 +94,6 @@ def _nearest_cells(codec: TableCodec, device: torch.device) -> tuple[torch.Tenso
 
 @functools.lru_cache
 def _cells_below(codec: TableCodec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cells of magnitudes: their number up to x is the index of the next above x."""
     index, beyond = _cells(_just_below(torch.tensor(codec.magnitudes)))
     return index.to(device, torch.int32), beyond.to(device)
 

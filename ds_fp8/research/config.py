@@ -21,6 +21,13 @@ AnyGranularity = Literal[Granularity, "1x32", "32x32", "1x16", "16x16"]
 AnyScale = Literal[ScaleName, "e4m3", "mse", "fitted", "static"]
 
 
+def _refuse(*cases: tuple[bool, str, str], key: str = "fp8.linear") -> None:
+    """Raise the first of (whether it is so, problem, remedy)."""
+    for is_so, problem, remedy in cases:
+        if is_so:
+            raise UserError(problem, key=key, remedy=remedy)
+
+
 class ResearchCast(Cast):
     """The cast of one tensor class."""
 
@@ -41,42 +48,40 @@ class ResearchCast(Cast):
 
     @property
     def spec(self) -> ResearchSpec:
-        """Return the same without what only a section of the JSON needs."""
         scale = static_scale_type(self.static_exponent) if self.scale == "static" else self.scale
         return ResearchSpec(self.format, self.granularity, scale, self.rounding)
 
     @model_validator(mode="after")
-    def _static_is_of_a_tensor(self) -> ResearchCast:
-        if self.scale == "static" and self.granularity != "tensor":
-            raise UserError(
+    def _the_scale_fits(self) -> ResearchCast:
+        static, native = self.scale == "static", self.format in NATIVE_FORMATS
+        native_formats = f'"format": {" or ".join(NATIVE_FORMATS)}'
+        _refuse(
+            (
+                static and self.granularity != "tensor",
                 f'scale "static" needs granularity "tensor", but granularity is "{self.granularity}"',
-                key="fp8.linear",
-                remedy='"scale": "static", "granularity": "tensor"',
-            )
-        if self.scale == "static" and self.format not in NATIVE_FORMATS:
-            raise UserError(
+                '"scale": "static", "granularity": "tensor"',
+            ),
+            (
+                static and not native,
                 f'scale "static" needs a format with NaN, which shows overflow, but format is "{self.format}"',
-                key="fp8.linear",
-                remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or another scale',
-            )
-        if self.scale == "mse" and self.rounding == "stochastic":
-            raise UserError(
+                f"{native_formats}, or another scale",
+            ),
+            (
+                self.scale == "mse" and self.rounding == "stochastic",
                 'scale "mse" saturates elements, so stochastic rounding would be biased',
-                key="fp8.linear",
-                remedy='"scale": "pow2", or "rounding": "nearest"',
-            )
-        if self.scale == "fitted" and self.format not in NATIVE_FORMATS:
-            raise UserError(
+                '"scale": "pow2", or "rounding": "nearest"',
+            ),
+            (
+                self.scale == "fitted" and not native,
                 f'scale "fitted" is not available for format "{self.format}"',
-                key="fp8.linear",
-                remedy=f'"format": {" or ".join(NATIVE_FORMATS)}, or "scale": "mse"',
-            )
-        if self.scale != "static" and self.static_exponent:
-            raise UserError(
+                f'{native_formats}, or "scale": "mse"',
+            ),
+            (
+                not static and self.static_exponent != 0,
                 f'static_exponent {self.static_exponent} applies to scale "static" only, but scale is "{self.scale}"',
-                key="fp8.linear",
-                remedy='"scale": "static", or remove "static_exponent"',
-            )
+                '"scale": "static", or remove "static_exponent"',
+            ),
+        )
         return self
 
 
@@ -135,7 +140,6 @@ class RotationConfig(Section):
 
     @property
     def products(self) -> dict[str, str]:
-        """Return the dimension that each rotated product is rotated along."""
         return {name: along for name in ("fprop", "dgrad", "wgrad") if (along := getattr(self, name)) is not None}
 
     def along(self, dimension: str | None, first: str) -> Rotation | None:
@@ -166,7 +170,6 @@ class RecastConfig(Section):
 
     @property
     def spec(self) -> Recast | None:
-        """Return the same for casts, None where they are of high precision."""
         return Recast(self.scale, self.rounding, self.clipped == "zero") if self.of == "fprop" else None
 
     def __str__(self) -> str:
@@ -187,17 +190,14 @@ class ResearchCasts(LinearCasts):
 
     @property
     def why_not_served(self) -> str | None:
-        """Return why servers cannot multiply weights that were trained so, or None."""
         return self.rotation.fprop and "trained with its weight rotated, and servers rotate no activations"
 
     @property
     def why_no_head(self) -> str | None:
-        """Return what of these casts the language-model head does not have, or None."""
         return "fp8.linear.rotation" if self.rotation.products else None
 
     @property
     def without_outliers(self) -> str | None:
-        """Return what of these casts outlier channels do not go with, or None."""
         stochastic = "stochastic" in (self.input.rounding, self.weight.rounding)
         found = {
             "rounded stochastically": stochastic,
@@ -207,55 +207,51 @@ class ResearchCasts(LinearCasts):
         return ", ".join(what for what, has in found.items() if has) or None
 
     @model_validator(mode="after")
-    def _only_what_is_cast_twice_is_cast_again(self) -> ResearchCasts:
-        key = "fp8.linear.recast"
-        if self.recast.of != "fprop":
-            if self.recast != RecastConfig():
-                raise UserError(
-                    "these keys apply only if fprop's operands are cast again in backward",
-                    key=key,
-                    remedy='"recast": {"of": "fprop"}',
-                )
-            return self
-        if not is_of_groups(self.weight.granularity):
-            raise UserError(
+    def _the_casts_fit_together(self) -> ResearchCasts:
+        again, one_weight = self.recast.of == "fprop", not is_of_groups(self.weight.granularity)
+        _refuse(
+            (
+                not again and self.recast != RecastConfig(),
+                "these keys apply only if fprop's operands are cast again in backward",
+                '"recast": {"of": "fprop"}',
+            ),
+            (
+                again and one_weight,
                 f"weights cast as {self.weight} are cast once for fprop and dgrad",
-                key=key,
-                remedy='"weight": {"granularity": "1x32"}, or remove "recast"',
-            )
-        if "stochastic" in (self.input.rounding, self.weight.rounding):
-            raise UserError(
+                '"weight": {"granularity": "1x32"}, or remove "recast"',
+            ),
+            (
+                again and "stochastic" in (self.input.rounding, self.weight.rounding),
                 "fprop's operands are cast again in backward, and stochastic rounding would change their values",
-                key=key,
-                remedy='"rounding": "nearest" of input and weight',
-            )
-        if self.rotation.wgrad == "in_features":
-            raise UserError(
+                '"rounding": "nearest" of input and weight',
+            ),
+            key="fp8.linear.recast",
+        )
+        _refuse(
+            (
+                again and self.rotation.wgrad == "in_features",
                 "with recast, rotation.fprop already rotates wgrad's input along in_features",
-                key=f"{key}, fp8.linear.rotation.wgrad",
-                remedy='"wgrad": "tokens"',
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_weight_is_rotated_one_way(self) -> ResearchCasts:
-        if self.rotation.dgrad == "out_features" and not is_of_groups(self.weight.granularity):
-            raise UserError(
+                '"wgrad": "tokens"',
+            ),
+            key="fp8.linear.recast, fp8.linear.rotation.wgrad",
+        )
+        _refuse(
+            (
+                self.rotation.dgrad == "out_features" and one_weight,
                 f"weights cast as {self.weight} are cast once for fprop and dgrad, which contract over different "
                 "dimensions of them",
-                key="fp8.linear.rotation.dgrad",
-                remedy='"dgrad": "tokens"',
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _static_along_the_tokens_too(self) -> ResearchCasts:
-        if self.input.scale == "static" and self.wgrad.input not in (None, "tensor"):
-            raise UserError(
+                '"dgrad": "tokens"',
+            ),
+            key="fp8.linear.rotation.dgrad",
+        )
+        _refuse(
+            (
+                self.input.scale == "static" and self.wgrad.input not in (None, "tensor"),
                 f'wgrad.input "{self.wgrad.input}" needs scales of groups, but input has one static scale',
-                key="fp8.linear.wgrad.input",
-                remedy='remove "wgrad"',
-            )
+                'remove "wgrad"',
+            ),
+            key="fp8.linear.wgrad.input",
+        )
         return self
 
     def __str__(self) -> str:
@@ -278,7 +274,6 @@ class ResearchLinear(ResearchCasts, LinearConfig):
     Every channel is divided before the cast, and the input channels of down_proj are multiplied before theirs."""
 
     def remarks(self, recipes: Iterable[Any]) -> dict[str, str]:
-        """Return what the start report says of these casts beside their words, by title."""
         found = {"rotation": str(self.rotation)} if self.rotation.products else {}
         if self.smooth_swiglu:
             count = sum(getattr(recipe, "smooth", False) for recipe in recipes)

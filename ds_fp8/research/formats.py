@@ -169,7 +169,6 @@ def _in_units_of_the_tensor(scale: torch.Tensor) -> torch.Tensor:
 
 
 def static_scale_type(exponent: int = 0) -> str:
-    """Return the scale type of the fixed scale 2^exponent: "static", "static 2^-24"."""
     return f"static 2^{exponent}" if exponent else "static"
 
 
@@ -202,17 +201,14 @@ class ResearchSpec(CastSpec):
 
     @property
     def by_torch(self) -> bool:
-        """Return True where the cast is more than core's; also where no kernel knows its words."""
         return super().by_torch or not self.plain
 
     @property
     def plain(self) -> bool:
-        """Return whether this is no more than a cast of core's."""
         return self.rounding == "nearest" and self.rotation is None
 
     @property
     def why_not_gathered(self) -> str | None:
-        """Return why ranks cannot cast their shards of a weight like this, or None where they can."""
         if is_of_groups(self.granularity):
             return f"{self.granularity} weights are cast along either contraction, from high precision"
         if self.rounding == "stochastic":
@@ -222,19 +218,16 @@ class ResearchSpec(CastSpec):
         return None
 
     def why_not_sharded(self, numel: int, columns: int) -> str | None:
-        """Return why parts of `numel` elements of a weight of so many columns cannot be cast one by one, or None."""
         if self.rotation is None or not (numel % self.rotation.block or columns % self.rotation.block):
             return None
         return f"are not whole blocks of {self.rotation.block}, which are rotated together"
 
     def before_cast(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of a shard, flat, rotated: a shard holds whole blocks of its rows (why_not_sharded)."""
         if self.rotation is None:
             return numbers
         return rotate(numbers.view(-1, self.rotation.block), self.rotation).flatten()
 
     def in_granularity(self, granularity: str) -> ResearchSpec:
-        """Return the same cast in another granularity, not rotated."""
         return replace(self, granularity=granularity, rotation=None)
 
 

@@ -101,20 +101,10 @@ def madam_step(
     mass: torch.Tensor,
     options: dict[str, Any],
 ) -> None:
-    """Do one step in place, on FP32 tensors of one shape.
-
-    Steps count from the first gradient that is not zero: DeepSpeed takes one without gradients to make the state.
-
-    Args:
-        weight: The weight.
-        gradient: Its gradient.
-        exp_avg_sq: Average of squared gradients.
-        mass: FP32 [], what bias correction divides by.
-        options: Those of Madam, by their names.
-    """
     beta, lowest = options["beta"], math.log2(options["smallest"])
     exp_avg_sq.mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
-    # On the device: the host does not wait to learn whether all gradients were zero.
+    # Steps count from the first gradient that is not zero: DeepSpeed takes one without gradients to make the state. On
+    # the device: the host does not wait to learn whether all gradients were zero.
     begun = (mass > 0) | gradient.any()
     # 1 - beta^t of the steps that count, without their number.
     mass.mul_(beta).add_((1 - beta) * begun)

@@ -40,7 +40,6 @@ MODEL_TYPES = tuple(f"{PREFIX}{base}" for base in ("llama", "mistral", "qwen2", 
 
 
 def is_munit(config: PretrainedConfig) -> bool:
-    """Return whether this is the configuration of a model with munit scaling."""
     return config.model_type in MODEL_TYPES
 
 

@@ -39,7 +39,6 @@ READS_TRANSPOSED = True
 
 @functools.lru_cache(maxsize=1)
 def unavailable() -> str | None:
-    """Return why this backend cannot run on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA GPU"
     if torch.cuda.get_device_capability() < (10, 0):
@@ -54,7 +53,6 @@ def unavailable() -> str | None:
 
 
 def missing() -> str | None:
-    """Return why Transformer Engine cannot be loaded, or None."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install ds-fp8[te])"
     try:
@@ -83,7 +81,6 @@ def differs(device: torch.device) -> str | None:
 
 
 def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity: str) -> str | None:
-    """Return why the operand pair is unsupported, or None."""
     if a_format == b_format == "e5m2":
         return "Blackwell cannot multiply two E5M2 operands"
     if not {a_granularity, b_granularity} <= set(BLOCKWISE):
@@ -92,7 +89,6 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
 
 
 def unsupported_scale(scale: str, granularity: str) -> str | None:
-    """Return why scales of a type are unsupported, or None."""
     if has_power_of_two_scales(scale):
         return None
     return f'MXFP8 needs scales that are powers of two, unlike those of type "{scale}" (set "scale": "pow2")'
@@ -101,7 +97,6 @@ def unsupported_scale(scale: str, granularity: str) -> str | None:
 def scaled_matmul(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
 ) -> torch.Tensor:
-    """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty; always summed in FP32."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     rows, columns = a.shape[0], b.shape[0]

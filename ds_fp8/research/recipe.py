@@ -65,13 +65,11 @@ class ResearchRecipe(LinearRecipe):
 
     @property
     def rotations(self) -> tuple[Rotation, ...]:
-        """Return the rotations of all operands."""
         every = self.input.rotation, self.grad_output.rotation, self.wgrad_input_rotation
         return tuple(rotation for rotation in every if rotation is not None)
 
     @property
     def why_not_grouped(self) -> str | None:
-        """Return what of this recipe the grouped products of experts do not have, or None."""
         casts = self.input, self.weight, self.grad_output
         if any(cast.rounding == "stochastic" or not SCALE_TYPES[cast.scale].needs_amax for cast in casts):
             return "their casts round to nearest with scales that follow the numbers"
@@ -79,7 +77,6 @@ class ResearchRecipe(LinearRecipe):
 
     @property
     def why_not_fused(self) -> str | None:
-        """Return what of this recipe products that are fused into others do not have, or None."""
         if self.second_cast is not None:
             return "fp8.linear.recast: casts that are fused into other operations are not cast again"
         if self.rotations:
@@ -88,12 +85,10 @@ class ResearchRecipe(LinearRecipe):
 
     @property
     def why_all_tokens(self) -> str | None:
-        """Return what of this recipe needs all tokens at once, or None."""
         return "Smooth-SwiGLU has factors of all tokens" if self.smooth else None
 
     @property
     def casts_weight_twice(self) -> bool:
-        """Return whether dgrad reads another cast of a weight than fprop."""
         return is_of_groups(self.weight.granularity)
 
     @property
@@ -102,12 +97,6 @@ class ResearchRecipe(LinearRecipe):
         return super().fuses_casts and not self.smooth
 
     def for_layer(self, name: str, layer: nn.Linear, model: nn.Module) -> LinearRecipe:
-        """Return the recipe of one layer: with Smooth-SwiGLU for the down_proj of a gated MLP that is asked for it.
-
-        Raises:
-            UserError: Features do not divide into the blocks that they are rotated by, or two ways to treat outliers
-                meet in one layer.
-        """
         self._check_blocks(name, layer)
         recipe = self.at(name)
         if not (self.smooth_swiglu and _is_down_proj(name, model)):
@@ -128,7 +117,7 @@ class ResearchRecipe(LinearRecipe):
         return replace(recipe, smooth=True)
 
     def for_head(self) -> LinearRecipe:
-        """Return the recipe of the head: what is divided by the tokens only afterwards would leave a fixed scale."""
+        # Gradients that are divided by the tokens only afterwards would leave a fixed scale.
         if SCALE_TYPES[self.grad_output.scale].needs_amax:
             return self
         return replace(self, grad_output=replace(self.grad_output, scale="pow2"))
@@ -153,25 +142,21 @@ class ResearchRecipe(LinearRecipe):
         return channel_factors(x) if self.smooth else None
 
     def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
-        """Cast gate and up [T, 2F], with the scale of down_proj's input if that needs no amax."""
         if SCALE_TYPES[self.input.scale].needs_amax:
             return super().keep_gate_up(gate_up)
         return quantize(gate_up, "e4m3", "tensor", self.input.scale)
 
     def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Return what keep_gate_up returned, from its codes and scales."""
         if SCALE_TYPES[self.input.scale].needs_amax:
             return super().kept_gate_up(data, scale)
         return QuantizedTensor(data, scale, "tensor", self.input.scale)
 
     def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
-        """Return the cast of a weight [N, K] that is present in high precision, times its factors."""
         quantized = cast_matrix(weight, self.weight, None, column_factor)
         self.observe("weight", weight, quantized, None, column_factor)
         return quantized
 
     def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
-        """Return the cast of a weight [N, K] that is present in high precision, as dgrad reads it: [K, N]."""
         of_dy = self.grad_output.rotation
         # dy is rotated along N, its columns; of w [N, K] that dimension is the rows.
         rotation = None if of_dy is None or of_dy.axis == 0 else replace(of_dy, axis=0)
@@ -181,12 +166,10 @@ class ResearchRecipe(LinearRecipe):
         return cast_matrix(weight, replace(self.weight, rotation=rotation), None, column_factor, columnwise=True)
 
     def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Return x as wgrad reads it, from the codes and scales that were kept of it."""
         kept = super().kept_input(data, scale)
         return kept if self.second_cast is None else replace(kept, scale_type=self.second_cast.scale)
 
     def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
-        """Cast x [T, K], times its factors, as fprop reads it."""
         if self.input.plain:
             return super().cast_input(x, row_factor, column_factor)
         quantized = cast_matrix(x, self.input, row_factor, column_factor)
@@ -196,7 +179,6 @@ class ResearchRecipe(LinearRecipe):
     def cast_input_columnwise(
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
-        """Cast x [T, K], times its factors, as wgrad reads it: [K, T]."""
         if self.second_cast is not None:
             cast = cast_matrix(x, self.input, row_factor, column_factor)
             return self._cast_again(cast, self.wgrad_input, self.wgrad_input_rotation)
@@ -204,7 +186,6 @@ class ResearchRecipe(LinearRecipe):
         return cast_matrix(x, spec, row_factor, column_factor, columnwise=True)
 
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does."""
         if self.input.plain and self.wgrad_input_rotation is None and self.second_cast is None:
             return super().cast_input_both(x, column_factor)
         cast = cast_matrix(x, self.input, None, column_factor)
@@ -218,7 +199,6 @@ class ResearchRecipe(LinearRecipe):
     def cast_gradient(
         self, dy: torch.Tensor, rowwise: str | None, columnwise: str | None, column_factor: Factor = None
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """Cast dy [T, N] in these granularities, None for a cast that is not wanted."""
         if self.grad_output.plain and self.wgrad_grad_output_rotation is None:
             return super().cast_gradient(dy, rowwise, columnwise, column_factor)
         row = column = None
@@ -230,7 +210,6 @@ class ResearchRecipe(LinearRecipe):
         return row, column
 
     def clipped_input(self, x: torch.Tensor, cast: QuantizedTensor) -> torch.Tensor | None:
-        """Return which elements of fprop's cast of x get no gradient, bool [T, K]; None if all of them do."""
         return self._clipped(x, self.input, cast)
 
     def _clipped(self, x: torch.Tensor, spec: CastSpec, cast: QuantizedTensor) -> torch.Tensor | None:
@@ -243,13 +222,6 @@ class ResearchRecipe(LinearRecipe):
         return cast_matrix(cast.dequantize(torch.float32), again, columnwise=True)
 
     def dgrad_result(self, dx: torch.Tensor, tokens: int, clipped_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of the input as it is without rotations.
-
-        Args:
-            dx: [tokens, K], dgrad's product.
-            tokens: Number of its rows.
-            clipped_input: What the method of this name returned for the input.
-        """
         of_dy = self.grad_output.rotation
         # First what was rotated last: tokens of the product, then the mask in fprop's rotated space, then that
         # rotation.
@@ -262,12 +234,6 @@ class ResearchRecipe(LinearRecipe):
         return unrotate(dx, self.weight.rotation)
 
     def wgrad_result(self, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight as it is without rotations.
-
-        Args:
-            dw: [N, K], wgrad's product.
-            weight: [N, K]; read only where there is a second cast, in high precision.
-        """
         if self.second_cast is not None:
             # Cast once more here: keeping a mask of every weight between forward and backward would take a byte an
             # element.
@@ -284,7 +250,6 @@ class ResearchRecipe(LinearRecipe):
         row_factor: Factor = None,
         column_factor: Factor = None,
     ) -> None:
-        """Count what the cast of x, times its factors and rotated, lost; costs nothing outside measured steps."""
         rotation = getattr(self, tensor_class).rotation
         if self.monitor.active and rotation is not None:
             x, row_factor, column_factor = rotate(apply_factors(x, row_factor, column_factor), rotation), None, None
@@ -292,7 +257,6 @@ class ResearchRecipe(LinearRecipe):
 
 
 def _is_down_proj(name: str, model: nn.Module) -> bool:
-    """Return whether a layer of this name is the down_proj of a gated MLP, below an adapter of PEFT's or not."""
     parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
     mlp = model.get_submodule(parent) if leaf == "down_proj" else None
     return mlp is not None and all(hasattr(mlp, part) for part in MLP_PARTS)

@@ -135,7 +135,6 @@ def ends_of(positions: torch.Tensor) -> torch.Tensor | None:
 
 
 def note_ends(tensor: torch.Tensor | None, found: object) -> None:
-    """Remember what was found of the documents that a tensor tells of."""
     _note(tensor, _ENDS, found)
 
 
@@ -169,7 +168,6 @@ def fixed_at() -> int | None:
 
 
 def longest(places: list[int]) -> int:
-    """Return the tokens of the longest document, of where documents end."""
     return max((stop - start for start, stop in pairwise(places)), default=0)
 
 

@@ -126,7 +126,6 @@ def runs_in_fp8(module: nn.Module) -> bool:
 
 
 def is_exchanged(module: nn.Module) -> bool:
-    """Return whether DeepSpeed's sequence parallelism exchanges heads around an attention module's attention."""
     name = (module.config._attn_implementation or "").removeprefix(PREFIX)
     return sequence_parallel.exchange_of(ALL_ATTENTION_FUNCTIONS.get(name)) is not None
 
@@ -265,7 +264,6 @@ def _why_not_this_call(
 
 @functools.lru_cache
 def _warn(why: str) -> None:
-    """Say once for each reason that attention which could be in FP8 is not."""
     warnings.warn(f"attention runs in BF16 where {why}", stacklevel=3)
 
 

@@ -68,7 +68,6 @@ def sum_over_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Return the mean of x [B, heads, S, D] over its tokens in x's dtype, [B, heads, 1, D]."""
     return (sum_over_tokens(x) / x.shape[2]).to(x.dtype)
 
 
@@ -220,7 +219,6 @@ def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: fl
 
 
 def implementation_for(q: torch.Tensor) -> Implementation:
-    """Return what computes attention where q is: cuDNN's kernels on a GPU, plain torch elsewhere."""
     return cudnn if q.is_cuda else Reference()
 
 

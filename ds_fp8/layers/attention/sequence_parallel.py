@@ -167,7 +167,6 @@ def _within_documents(
     ends: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Return attention within documents, or of whole rows where `ends` is None."""
     if ends is None:
         return before(module, query, key, value, None, **options)
     options.pop("position_ids", None)  # of whole rows, which a call of a document has not

@@ -60,7 +60,6 @@ _sent = 0
 
 
 def count_sent(nbytes: int) -> None:
-    """Count bytes that attention of this process sends to other ranks, forward and backward."""
     global _sent
     _sent += nbytes
 

@@ -82,7 +82,6 @@ def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None
 
 
 def cast_of_experts(cast: CastSpec) -> CastSpec:
-    """Return the cast of experts where linears have `cast`: in blocks."""
     return cast.in_granularity(GRANULARITY)
 
 

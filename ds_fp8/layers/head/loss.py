@@ -134,7 +134,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | None:
-    """Return why the parts of `model` do not fit together as a fused loss needs, or None."""
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         return f"{kind} is not a model of transformers"

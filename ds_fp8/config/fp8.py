@@ -20,8 +20,7 @@ class ActivationsConfig(Section):
     """Activations kept for backward by FP8 linears and by the gated MLPs between them."""
 
     save: Literal["fp8", "bf16"] = "fp8"
-    """Inputs of linears, and gate and up of gated MLPs, kept for backward: cast (fp8), or in BF16 and cast in
-    backward."""
+    """Inputs of linears, gate and up of gated MLPs, kept for backward: cast, or in BF16 and cast in backward."""
     recompute: Literal["none", "mlp"] = "none"
     """mlp: gated MLPs compute gate and up again in backward. For whole layers use the model's
     gradient_checkpointing."""
@@ -75,8 +74,7 @@ class GradientReduceConfig(Section):
     format: FormatName | Literal["bf16"] = "e4m3"
     """bf16: DeepSpeed's reduce-scatter. Others: a byte an element."""
     scale: Literal["group", "tensor"] = "group"
-    """group: one for every 128 elements. tensor: one a gradient, agreed by all ranks and adapted over time (FP8-LM,
-    arXiv 2310.18313)."""
+    """group: one for every 128 elements. tensor: one a gradient, agreed by all ranks and adapted over time (FP8-LM)."""
 
     @model_validator(mode="after")
     def _scales_need_a_cast(self) -> GradientReduceConfig:
@@ -161,8 +159,9 @@ class OptimizerStateConfig(Section):
     """Masters of weights gathered in FP8. fp8_plus16: the code and a 16-bit correction, 20 significant bits in 2 bytes
     more."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
-    """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload; otherwise DeepSpeed's.
-    ds_fp8: always this package's."""
+    """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload. ds_fp8: always.
+
+    Otherwise DeepSpeed's."""
 
     @model_validator(mode="after")
     def _fits(self) -> OptimizerStateConfig:
@@ -178,8 +177,8 @@ class LossConfig(Section):
     """The language-model head and its cross entropy. A word alone, "loss": "off", stands for its mode."""
 
     mode: Literal["auto", "fused", "off"] = "auto"
-    """auto: cross entropy without logits in memory, where the model's own loss allows it. fused: with FP8 disabled too.
-    off: the model's own loss."""
+    """auto: cross entropy without logits in memory, where the model's own loss allows it. fused: even with FP8
+    disabled. off: the model's own."""
     head: Literal["bf16", "fp8"] = "bf16"
     """fp8: the three products of the head in FP8, with the casts of `linear`.
 
@@ -202,8 +201,8 @@ class MonitorConfig(Section):
     every: int = Field(100, ge=0)
     """Optimizer steps between two measurements of the casts; 0: none."""
     min_snr_db: float = 20.0
-    """A layer degrades when a cast's signal-to-noise ratio is lower in 3 measurements in a row, or most of its elements
-    are flushed to zero.
+    """A layer degrades when a cast's signal-to-noise ratio is lower in 3 measurements in a row, or half its elements
+    flush to zero.
 
     Rounding alone leaves about 31 dB in E4M3 and 25 dB in E5M2 for any tensor; 20 dB is an error of a tenth of the
     signal."""
@@ -226,8 +225,7 @@ class FP8Config(Section):
     linear: SerializeAsAny[LinearConfig] = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
     fuse: Literal["auto", "off"] = "auto"
-    """auto: decoder layers of the usual structure run as a few fused operations. off: every layer keeps its own
-    forward."""
+    """auto: decoder layers of the usual structure run as a few fused operations. off: as they are."""
     attention: AttentionConfig = AttentionConfig()
     graph: Literal["off", "auto", "on"] = "auto"
     """auto: micro-batches run as [CUDA graphs](cuda_graphs.md) once their shape has come twice. on: unknown hooks and

@@ -19,7 +19,7 @@ class Cast(Section):
     format: FormatName = "e4m3"
     """Storage format of one element."""
     granularity: Granularity = "1x128"
-    """Elements that share a scale: a tensor; a row (a token, an output channel); 128 along the product's contraction; a
+    """Elements that share a scale: a tensor, a row (token, output channel), 128 along the product's contraction, or a
     128x128 block."""
     scale: ScaleName = "pow2"
     """pow2: powers of two. fp32: amax / largest code.
@@ -62,9 +62,10 @@ class LinearCasts(Section):
     grad_output: Cast = Cast()
     wgrad: WgradConfig = WgradConfig()
     outlier_channels: int = Field(0, ge=0, le=256)
-    """Input channels, those with the largest mean square, whose cast errors fprop corrects; 64 or 128 are enough.
+    """Input channels whose cast errors [fprop corrects](#outlier-channels); 64 or 128 are enough.
 
-    Every 64 of them take the time of 128 more input features. For inputs in 1x128 and weights in 128x128."""
+    Those with the largest mean square. Every 64 of them take the time of 128 more input features. For inputs in 1x128
+    and weights in 128x128."""
 
     @property
     def why_not_served(self) -> str | None:
@@ -109,16 +110,16 @@ class LinearConfig(LinearCasts):
     casts_of_overrides: ClassVar[type[LinearCasts]] = LinearCasts
 
     backend: Literal["auto", "deep_gemm", "cublas", "reference"] = "auto"
-    """auto: the first of the others that computes a small product of each pair of casts here. reference emulates FP8 on
-    any device.
+    """auto: the first of the others that computes a small product of each pair of casts. reference emulates FP8.
 
     auto takes reference for emulated formats, and without a GPU."""
     expert_products: Literal["auto", "bf16", "fp8"] = "auto"
-    """Of experts gathered in FP8. fp8: grouped products in FP8. bf16: transformers' own, with decoded weights. auto:
-    fp8 beside cublas and deep_gemm.
+    """Of experts gathered in FP8. fp8: [grouped products](mixture_of_experts.md#fp8-products). bf16: transformers' own,
+    with decoded weights.
 
-    fp8 is for experts and casts of a form that the products know; the start report names the others. auto is fp8 on
-    Hopper, where this package's own kernels have been measured. fp8 beside deep_gemm takes its products of groups."""
+    fp8 is for experts and casts of a form that the products know; the start report names the others. auto is fp8 beside
+    cublas and deep_gemm, hence on Hopper, where this package's own kernels have been measured, and bf16 beside the
+    others. fp8 beside deep_gemm takes its products of groups."""
     skip: tuple[str, ...] = ("lm_head",)
     """Linears that stay BF16: names, parts of dotted names, or glob patterns."""
     overrides: dict[str, SerializeAsAny[LinearCasts] | Literal["bf16"]] = Field(default_factory=dict)

@@ -31,10 +31,10 @@ class DataConfig(Section):
     """The training data of a stage: sources, tokenizer, and the rows that examples are packed into."""
 
     path: str | None = Field(default=None, min_length=1)
-    """A .txt, .jsonl, .json or .parquet file, or a folder of one such kind; or a Hugging Face data set, "owner/name" or
-    "owner/name:subset".
+    """A file or folder (.txt, .jsonl, .json, .parquet), or a Hugging Face data set: "owner/name", "owner/name:subset".
 
-    Files may be compressed (.gz, .bz2, .xz, .zst). A .txt file holds documents parted by blank lines."""
+    Files may be compressed (.gz, .bz2, .xz, .zst); those of a folder are of one kind. A .txt file holds documents
+    parted by blank lines."""
 
     sources: tuple[SourceConfig, ...] | None = None
     """Several paths with weights, in place of `path`."""
@@ -73,12 +73,14 @@ class DataConfig(Section):
     this many tokens times their number. Rows are of `sequence_length` tokens."""
 
     overlong: Literal["split", "cut", "drop"] | None = None
-    """Of examples longer than a row: "split" makes several of one, "cut" drops the end, "drop" the example. Null: split
-    for documents, drop for chats."""
+    """Of examples longer than a row: "split" makes several, "cut" drops the end, "drop" the example. Null: split
+    documents, drop chats."""
 
     answer_pattern: str | None = None
-    """Regular expression whose first group is the answer in the last turn, as "#### (.*)": exact match is measured on
-    held-out chats."""
+    """Regular expression whose first group is the answer, as "#### (.*)"; then exact match is measured on held-out
+    chats.
+
+    It is searched in the assistant's last turn."""
 
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """Part of the examples held back for the validation loss."""

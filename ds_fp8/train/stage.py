@@ -146,8 +146,8 @@ class TrainConfig(Section):
     init_from: str | None = None
     """Weights to start from: the run_dir of a finished run, or a Hugging Face folder."""
     resume: str | None = None
-    """Another run to continue, with its state but this stage's steps, schedule and optimizer settings: a run_dir or
-    run_dir/checkpoints/step_N.
+    """Another run (or its checkpoints/step_N) to continue with its state, but this stage's steps, schedule and
+    optimizer settings.
 
     The state is weights, optimizer and position in the data. A run_dir stands for its newest checkpoint. To resume the
     same run, start the same command again."""
@@ -183,16 +183,16 @@ class TrainConfig(Section):
     keep_best: bool = False
     """Also keep the checkpoint of the lowest validation loss; `eval_every` must divide `save_every`."""
     exact_match_problems: int = Field(0, ge=0)
-    """Held-out problems to answer before the first step and after the last."""
+    """Held-out problems to answer before and after training."""
     max_new_tokens: int = Field(48, gt=0)
     """Length limit of an answer."""
     timeout: float = Field(300.0, ge=1)
-    """Seconds without progress until the job ends on all hosts; six times as many for preparing, the first step, saving
-    and evaluation."""
+    """Seconds without progress until the job ends on all hosts; six times as many for preparing, the first step,
+    saving, evaluation."""
     spike: Literal["off", "warn", "rollback"] = "warn"
     """Reaction to a loss above `spike_threshold`; rollback: to the last checkpoint, skipping the data since then."""
     spike_threshold: float = Field(10.0, gt=0)
-    """Standard deviations (from the median absolute deviation) above the median of the last losses."""
+    """Standard deviations (by median absolute deviation) above the median of the last losses."""
     spike_window: int = Field(100, gt=1)
     """Losses that a loss is compared with."""
 

@@ -22,6 +22,7 @@ from ds_fp8.layers.attention.format import (
     runs_in_fp8,
     use_fp8_attention,
 )
+from ds_fp8.layers.decoder.attention import use_fastest_kernels, use_own_kernels
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.experts.experts import ExpertsConversion, FP8Experts, convert_experts, restore_experts
 from ds_fp8.layers.experts.routing import count_without_waiting
@@ -91,6 +92,7 @@ def convert(
     # Before anything changes: a model that is refused stays what an earlier conversion made of it.
     _check_patterns(config.linear.overrides, named)
     _unfuse(model)
+    use_own_kernels(model)
     for module in list(model.modules()):
         if isinstance(module, FP8Experts):
             restore_experts(module)
@@ -148,6 +150,7 @@ def convert(
         result = replace(result, attention=use_fp8_attention(model))
     # Last: fused layers read the recipes of their linears, and the attention implementation of their configuration.
     if config.fuse == "auto":
+        use_fastest_kernels(model)
         result = replace(result, fusion=fuse_decoder(model))
     if config.activations.mlp_tile_tokens is not None:
         _check_tiles(model, result.fusion)

@@ -7,6 +7,9 @@ import torch
 from decoder_stacks import hold_in_fp8
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import _cur_sdpa_kernel_backends as enabled
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
@@ -275,3 +278,27 @@ def test_kernels_that_the_user_disabled_stay_disabled(chosen):
         with fastest_kernel_first():
             assert set(enabled()) == set(chosen)
         assert set(enabled()) == set(chosen)
+
+
+@pytest.mark.parametrize(("name", "fuse", "layers"), [("olmo2", "auto", 0), ("llama", "auto", 2), ("llama", "off", 0)])
+def test_layers_that_are_not_fused_take_the_fastest_kernel_too(name, fuse, layers):
+    seen = []
+
+    def watched(module, *args, **kwargs):
+        seen.append(enabled(with_priority=True))
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register("watched", watched)
+    AttentionMaskInterface.register("watched", sdpa_mask)
+    model = causal_lm(name, attn_implementation="watched")
+    plain = enabled(with_priority=True)
+    assert len(fp8(model, fuse=fuse).fusion.layers) == layers
+    if layers:
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: None)  # the layer calls its modules from now on
+    model = copy.deepcopy(model)
+    model(input_ids=tokens())
+    of_first = [kernel for kernel in FASTEST_FIRST if kernel in plain]
+    assert seen[0] == (plain if fuse == "off" else of_first)
+    assert enabled(with_priority=True) == plain
+    fp8(model, fuse="off")
+    assert not any("Fast" in type(module).__name__ for module in model.modules())

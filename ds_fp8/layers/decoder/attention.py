@@ -23,10 +23,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.layers.attention.format import window_of
+from ds_fp8.layers.attention.format import is_attention, window_of
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast
 from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate, rotate_backward
 from ds_fp8.layers.linear.adapters import Adapters
+from ds_fp8.layers.linear.linear import Swapped, swapped_class
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, gathered_for_backward, split_rows
 
@@ -158,3 +159,28 @@ def attend(
             **options,
         )
     return output.flatten(2)
+
+
+class FastAttention(Swapped):
+    """An attention module that its own layer calls, with the kernels of fused layers."""
+
+    prefix = "Fast"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with fastest_kernel_first():
+            return super().forward(*args, **kwargs)
+
+
+def use_fastest_kernels(model: nn.Module) -> None:
+    """Let the attention modules of a model take the fastest kernel that can run, in layers that call them."""
+    for module in list(model.modules()):
+        if is_attention(module) and not isinstance(module, FastAttention) and "forward" not in vars(module):
+            module.__class__ = swapped_class(FastAttention, type(module))
+
+
+def use_own_kernels(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, FastAttention):
+            _, module.__class__ = type(module).__bases__

@@ -28,6 +28,9 @@ from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_colum
 class Swapped(nn.Module):
     """A class to be put before a module's own class by `swapped_class`; its objects can be copied and pickled."""
 
+    prefix = "FP8"
+    """Of the name of the class made."""
+
     def __reduce_ex__(self, protocol: int) -> tuple:
         # The class was made at run time, so that pickle would not find it by its name.
         return _empty, type(self).__bases__, self.__getstate__()
@@ -37,7 +40,7 @@ class Swapped(nn.Module):
 def swapped_class(first: type[Swapped], own: type[nn.Module]) -> type[Swapped]:
     """Return the class of modules of class `own` that get the forward of `first`, and keep parameters and names."""
     # The name is kept within it: Hugging Face finds layers that must not be split by the names of their classes.
-    return type(f"FP8{own.__name__}", (first, own), {"__module__": own.__module__})
+    return type(f"{first.prefix}{own.__name__}", (first, own), {"__module__": own.__module__})
 
 
 def _empty(first: type[Swapped], own: type[nn.Module]) -> Swapped:

@@ -46,14 +46,15 @@ def test_a_benchmark_measures_what_it_names(name, tmp_path):
 
 
 def test_a_step_and_the_collectives_are_measured(tmp_path):
-    for script, arguments in (("step.py", ["--variants", "infir2"]), ("collectives.py", [])):
+    for script, arguments in (("step.py", ["--variants", "torch,infir2", "--lora", "4"]), ("collectives.py", [])):
         file = tmp_path / f"{script}.json"
         words = [sys.executable, str(BENCH / script), "--quick", "--json", str(file), *arguments]
         done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
         assert done.returncode == 0, done.stderr[-3000:]
         rows = json.loads(file.read_text())["rows"]
         if script == "step.py":
-            assert rows[0]["losses"][-1] < rows[0]["losses"][0]
+            assert all(row["losses"][-1] < row["losses"][0] for row in rows)
+            assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=0.01)
         else:
             assert {row["operation"] for row in rows} == {"gather", "reduce", "refresh"}
             assert all(row["fp8_milliseconds"] > 0 for row in rows)

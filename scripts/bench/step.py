@@ -5,15 +5,18 @@
         --variants bf16,infir2,hybrid_fast+coat
     python scripts/bench/step.py --gpus 2 --size 1.5b --steps 200 --json curves.json    loss curves, same seed
     NCCL_P2P_DISABLE=1 python scripts/bench/step.py --gpus 2 ...                        a slower link
+    python scripts/bench/step.py --gpus 1 --layers 28 --lora 16 --steps 12 --variants
+        torch/liger,torch/liger/compile,hybrid_fast/graph-auto                          adapters beside their peers
     python scripts/bench/step.py --quick                                                seconds on a CPU
 
 Each variant runs in processes of its own, for DeepSpeed keeps an engine's memory until its process ends. On several
 hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
-A variant is "bf16" (plain DeepSpeed) or PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section
-of coat), infir2/bf16-wire (gathering and reducing in BF16), infir2/graph-auto or infir2/fp8-attention (all names:
-step_variants.py). Weak scaling is the default (--sequences x --length x --accumulation tokens a GPU); --global-tokens
-fixes the tokens of a step for strong scaling. --profile prints where the time of one more step goes.
+A variant is "bf16" (plain DeepSpeed), "torch[/liger][/compile]" (torch alone in BF16, with Liger's kernels) or
+PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of coat), infir2/bf16-wire (gathering and
+reducing in BF16), infir2/graph-auto or infir2/fp8-attention (all names: step_variants.py). Weak scaling is the default
+(--sequences x --length x --accumulation tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling.
+--profile prints where the time of one more step goes.
 
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training.
@@ -26,6 +29,7 @@ tokens in the same order.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -38,7 +42,7 @@ import torch
 from common import banner, device, print_banner, print_table, words, write_json
 from deepspeed import comm as dist
 from step_profile import marked, print_profiles, profiled
-from step_variants import failure, fp8_section, run_ranks
+from step_variants import PlainEngine, failure, fp8_section, plain_choices, run_ranks
 from zero_ranks import (
     Intervals,
     causal_lm_config,
@@ -66,10 +70,17 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
         if options.lora:
             import peft
 
-            adapters = peft.LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            adapters = peft.LoraConfig(
+                r=options.lora,
+                lora_dropout=options.lora_dropout,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+            )
             model = peft.get_peft_model(model, adapters).bfloat16()
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if (choices := plain_choices(variant)) is not None:
+        return PlainEngine(model, choices, 3e-4)
     ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.measure_every))
     if options.prefetch is not None:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
@@ -170,7 +181,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
             train_step(engine, tokens, options.steps, options.accumulation, options.dpo)
             synchronize()
 
-        with marked(engine):
+        with contextlib.nullcontext() if isinstance(engine, PlainEngine) else marked(engine):
             row["profile"] = profiled(one_more, options.trace if is_first() else None)
     return row
 
@@ -224,6 +235,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train PEFT's adapters of this rank alone")
+    parser.add_argument("--lora-dropout", type=float, default=0.0, metavar="P", help="of adapters (default 0)")
     parser.add_argument("--dpo", action="store_true", help="loss of DPO on pairs of sequences; needs --lora")
     parser.add_argument("--deterministic", action="store_true", help="attention that adds up in one order (MATH)")
     parser.add_argument("--text", metavar="FILE", help="train on the bytes of this file")
@@ -283,7 +295,7 @@ def measure_here(options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     names = ["size", "layers", "vocabulary", "sequences", "length", "accumulation"]
-    names += ["recompute", "prefetch", "lora", "dpo", "deterministic"]
+    names += ["recompute", "prefetch", "lora", "lora_dropout", "dpo", "deterministic"]
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
 
 

@@ -1,19 +1,23 @@
 """Variants that step.py measures, by their names, and the processes that measure one.
 
-A variant is "bf16" (plain DeepSpeed) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer
-section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture), fp8-head,
-64-outliers (outlier channels), fp8-attention, graph, graph-auto, and the name of a GEMM backend.
+A variant is "bf16" (plain DeepSpeed), "torch[/liger][/compile]" (torch alone in BF16, on one GPU) or
+PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer section of another, and any of bf16-wire (gather and reduce in
+BF16), fp8-experts (products of a mixture), fp8-head, 64-outliers (outlier channels), fp8-attention, graph, graph-auto,
+and the name of a GEMM backend.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
@@ -34,7 +38,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
     """Return the "fp8" section of a variant, measured every `monitor` steps. Raise UserError for an unknown name."""
-    if variant == "bf16":
+    if variant == "bf16" or plain_choices(variant) is not None:
         return {"enabled": False}
     base, *choices = variant.split("/")
     preset, _, optimizer = base.partition("+")
@@ -50,6 +54,49 @@ def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
         for key, value in CHOICES[choice].items():  # several choices may set keys of one subsection
             section[key] = {**section.get(key, {}), **value} if isinstance(value, dict) else value
     return section
+
+
+def plain_choices(variant: str) -> list[str] | None:
+    """Return what a variant in plain torch has besides: "liger", "compile"; None for any other variant."""
+    base, *choices = variant.split("/")
+    if base != "torch":
+        return None
+    for choice in choices:
+        if choice not in ("liger", "compile"):
+            raise UserError(f'unknown variant "{variant}"', key="--variants", remedy="torch, torch/liger/compile")
+    return choices
+
+
+class PlainEngine:
+    """A model in torch alone, with as much of an engine's interface as step.py uses."""
+
+    fp8 = SimpleNamespace(graphs=None, wire=SimpleNamespace(take=lambda: None))
+    skipped_steps = 0
+
+    def __init__(self, model: torch.nn.Module, choices: list[str], lr: float):
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            raise UserError("plain torch is measured on one GPU", key="--gpus", remedy="--gpus 1")
+        self.module = model
+        if "liger" in choices:
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+            of_peft = hasattr(model, "get_base_model")
+            _apply_liger_kernel_to_instance(model=model.get_base_model() if of_peft else model)
+        if "compile" in choices:
+            model.compile()
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(self._trained, lr=lr, betas=(0.9, 0.95), fused=True)
+
+    def __call__(self, **batch: Any) -> Any:
+        return self.module(**batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 def run_ranks(command: list[str], ranks: int, seconds: float | None) -> tuple[int, str]:

@@ -319,10 +319,10 @@ def test_by_itself_only_known_code_is_captured(gpu_ranks):
 
 
 class WithAdapters:
-    """A LoRA model, its loss fused or that of DPO; every other option as `train`."""
+    """A LoRA model whose layers are fused, its loss fused or that of DPO; every other option as `train`."""
 
-    def __init__(self, graph, dpo):
-        self._graph, self._dpo = graph, dpo
+    def __init__(self, graph, dpo, dropout=0.0, fuse="auto"):
+        self._graph, self._dpo, self._dropout, self._fuse = graph, dpo, dropout, fuse
 
     def __call__(self, _=None):
         import peft
@@ -336,12 +336,14 @@ class WithAdapters:
         with torch.device("cuda"):
             shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY)
             model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
-            options = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-            model = peft.get_peft_model(model, options).bfloat16()
-        section = {"preset": "hybrid_fast", "graph": self._graph, "monitor": {"every": 0}}
+            options = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+            adapters = peft.LoraConfig(**options, lora_dropout=self._dropout, init_lora_weights=False)
+            model = peft.get_peft_model(model, adapters).bfloat16()
+        section = {"preset": "hybrid_fast", "graph": self._graph, "fuse": self._fuse, "monitor": {"every": 0}}
         config = models.config(section) | {"train_micro_batch_size_per_gpu": 2}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
+        assert engine.fp8.report["fused_layers"] == (3 if self._fuse == "auto" else 0)
         said = []
         engine.fp8.health.say = said.append
 
@@ -371,12 +373,18 @@ class WithAdapters:
 
 
 @pytest.mark.parametrize("world", worlds())
-@pytest.mark.parametrize("dpo", [False, True])
-def test_adapters_train_as_graphs_by_themselves(gpu_ranks, world, dpo):
-    launched, captured = (gpu_ranks(world, WithAdapters(graph, dpo)) for graph in ("off", "auto"))
+@pytest.mark.parametrize(("dpo", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.1)])
+def test_fused_adapters_train_as_graphs_by_themselves(gpu_ranks, world, dpo, dropout):
+    launched, captured = (gpu_ranks(world, WithAdapters(graph, dpo, dropout)) for graph in ("off", "auto"))
     for theirs, ours in zip(launched, captured, strict=True):
         assert ours[0] == theirs[0]
         assert ours[1] == (None, 1), ours[2]
+
+
+def test_fused_adapters_train_as_those_that_peft_runs(gpu_ranks):
+    fused, unfused = (gpu_ranks(1, WithAdapters("off", False, fuse=fuse))[0][0] for fuse in ("auto", "off"))
+    for ours, theirs in zip(fused, unfused, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.05)
 
 
 SCHEDULE = {"factor": 1.0}

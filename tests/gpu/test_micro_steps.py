@@ -384,7 +384,8 @@ def test_fused_adapters_train_as_graphs_by_themselves(gpu_ranks, world, dpo, dro
 def test_fused_adapters_train_as_those_that_peft_runs(gpu_ranks):
     fused, unfused = (gpu_ranks(1, WithAdapters("off", False, fuse=fuse))[0][0] for fuse in ("auto", "off"))
     for ours, theirs in zip(fused, unfused, strict=True):
-        assert ours == pytest.approx(theirs, rel=0.05)
+        assert ours[0] == pytest.approx(theirs[0], rel=0.02)
+        assert ours[1] == pytest.approx(theirs[1], rel=0.2)
 
 
 SCHEDULE = {"factor": 1.0}

@@ -16,6 +16,7 @@ from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = 5e-5
 """Relative, in FP32 and with products of what is not cast at all: sums in another order."""
 MORE = 0.03
@@ -234,11 +235,11 @@ Linear.__module__ = "peft.tuners.lora.layer"
 def products(dropouts, normed, dtype=torch.float32):
     """(adapters, x, rstd, norm, dy) of three linears that share x."""
     torch.manual_seed(0)
-    linears = [Linear(4 + i, 96, 64 + 32 * i, 0.5 + i, p).to(dtype) for i, p in enumerate(dropouts)]
-    x, dy = torch.randn(512, 96, dtype=dtype), torch.randn(512, 288, dtype=dtype)
-    x = x * torch.linspace(0.1, 3, 96, dtype=dtype)
-    rstd, norm = (torch.rand(512) + 0.5, (torch.rand(96) + 0.5).to(dtype)) if normed else (None, None)
-    return Adapters(linears), x, rstd, norm, dy
+    linears = [Linear(4 + i, 96, 64 + 32 * i, 0.5 + i, p).to(DEVICE, dtype) for i, p in enumerate(dropouts)]
+    x, dy, scale = torch.randn(512, 96), torch.randn(512, 288), torch.linspace(0.1, 3, 96)
+    x, dy = (value.to(DEVICE, dtype) for value in (x * scale, dy))
+    norm = (torch.rand(96) + 0.5).to(DEVICE, dtype) if normed else None
+    return Adapters(linears), x, torch.rand(512, device=DEVICE) + 0.5 if normed else None, norm, dy
 
 
 def of_autograd(adapters, x, rstd, norm, dy, masks):

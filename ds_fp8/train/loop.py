@@ -167,7 +167,7 @@ class TrainingLoop:
     ):
         self.stage, self.data, self.tokenizer, self.engine = stage, data, tokenizer, engine
         self.log, self.interrupt = log, interrupt
-        self.progress = RunProgress(stage.train.steps)
+        self.progress = RunProgress(stage.train.steps, state.step)
         # A forward may have kernels to compile, or hundreds of tokens to generate, before the next check.
         self._check_slow = partial(interrupt.check, slow=True)
         self.steps = Steps(stage, data, engine)

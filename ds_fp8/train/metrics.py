@@ -19,9 +19,11 @@ from typing import Any
 import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ds_fp8.cluster import watchdog
-from ds_fp8.config.log import logger
+from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.engine.health import Health
 from ds_fp8.monitor.records import (
     FALLBACK,
@@ -41,7 +43,7 @@ BF16_LOSS = "validation_loss_bf16"
 BYTES = ("all_gather_bytes", "grad_bytes", "exchange_bytes")
 LAST_LOSSES = 10
 LINES = 20
-"""Lines about steps that a run prints."""
+"""Lines about steps that a run prints where its output is not a terminal."""
 SECONDS_BETWEEN_LINES = 10.0
 LEAST_HISTORY = 20
 """Losses to have seen before one can stand out."""
@@ -252,16 +254,29 @@ def _mean(records: list[Record], key: str) -> int | None:
 
 
 class RunProgress:
-    """Says how training goes, in a line every few steps."""
+    """Shows training steps on the first rank: a bar on a terminal, anywhere else a line every few steps."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, done: int) -> None:
         self._total, self._every, self._line_due = total, max(1, total // LINES), 1
+        self._bar, console = None, Console(highlight=False, soft_wrap=True)
+        if is_first_rank() and console.is_terminal:
+            columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
+            self._task = self._bar.add_task("", total=total, completed=done, figures="")
 
     def step(self, record: Record) -> None:
+        """Show a training step's record."""
         step = record["step"]
-        if step >= self._line_due or step == self._total:
+        if self._bar:
+            self._bar.start()
+            self._bar.update(self._task, completed=step, figures=_figures(record))
+        elif step >= self._line_due or step == self._total:
             logger.info("step %s/%s  %s", step, self._total, _figures(record))
             self._line_due = (step // self._every + 1) * self._every
+
+    def stop(self) -> None:
+        if self._bar:
+            self._bar.stop()
 
 
 class TokeniserProgress:

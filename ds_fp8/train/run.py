@@ -139,6 +139,8 @@ def _train(
         done = "saved" if run.saved.step == run.step else "not saved"
         logger.info(f"interrupted: {run.step} steps are done and {done}; the same command resumes")
         raise
+    finally:
+        run.progress.stop()
     watchdog.beat("writing the result", slow=True)
     result = write_result(stage, engine, tokenizer, log, data.report, state.step)
     # Other ranks may not end the job while rank 0 still writes.

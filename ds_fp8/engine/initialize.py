@@ -132,6 +132,7 @@ def initialize(
     if conversion is not None and conversion.leaf_classes:
         # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
         set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
+        deepspeed_logger.addFilter(_not_of_unmatched_leaves)
     apply_checkpointing_section(configuration, model)
     if fp8.enabled and fp8.activations.keep_attention and model is not None:
         _located(file, keep_attention, model)
@@ -243,6 +244,11 @@ def _hush() -> None:
 def _of_one_rank(record: logging.LogRecord) -> bool:
     """Return whether a line of DeepSpeed's is to be shown: one rank is enough for its words on leaf modules."""
     return "leaf module configuration" not in str(record.msg) or is_first_rank()
+
+
+def _not_of_unmatched_leaves(record: logging.LogRecord) -> bool:
+    """Return whether a line is to be shown where fused layers, whose classes have other names, are leaf modules."""
+    return "leaf module configuration did not match any" not in str(record.msg)
 
 
 def _choose_preset(

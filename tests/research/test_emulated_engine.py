@@ -14,23 +14,22 @@ EMULATED = {
 
 
 def losses_and_report(folder):
-    """Losses of 8 steps, of the last 4 again after a resume, and of BF16; report, health, and shares of its bytes."""
+    """Losses of 6 steps, of the last 2 again after a resume, and of BF16; report, health, and shares of its bytes."""
     engine = models.build(models.config(EMULATED))
     losses = models.train(engine, 4)
     engine.save_checkpoint(folder, tag="middle")
-    losses += models.train(engine, 4, start=4)
+    losses += models.train(engine, 2, start=4)
     measured, wire, report = engine.fp8.health.last.measurement, engine.fp8.wire.take(), engine.fp8.report
     resumed = models.build(models.config(EMULATED))
     resumed.load_checkpoint(folder, tag="middle")
-    again = models.train(resumed, 4, start=4)
+    again = models.train(resumed, 2, start=4)
     reference = models.build({**models.config(), "fp8": {"enabled": False}})
-    plain = models.train(reference, 8)
+    plain = models.train(reference, 6)
     sent = reference.fp8.wire.take()
     share = {purpose: wire[purpose] / sent[purpose] for purpose in sent if sent[purpose]}
     return {"losses": losses, "again": again, "plain": plain, "report": report, "share": share, "measured": measured}
 
 
-@pytest.mark.slow
 def test_training_resumes_stays_near_bf16_and_calls_itself_emulated(ranks, tmp_path):
     for found in ranks(2, losses_and_report, str(tmp_path)):
         assert found["again"] == found["losses"][4:]

@@ -1,8 +1,5 @@
 """Linears and fused layers with emulated casts: what they cost beside BF16, and what the start report calls them."""
 
-import contextlib
-import io
-
 import pytest
 import torch
 
@@ -63,25 +60,6 @@ def test_weights_in_groups_are_cast_along_either_contraction():
     assert torch.equal(x.grad, scaled_matmul(quantize(dy, *words), quantize_columnwise(weight, *words)))
     expected = scaled_matmul(quantize_columnwise(dy, *words), quantize_columnwise(x, *words))
     assert torch.equal(linear.weight.grad, expected)
-
-
-def trained(section):
-    engine_output = io.StringIO()
-    with contextlib.redirect_stdout(engine_output):
-        engine = models.build(models.config({**section, "monitor": {"every": 1}}))
-    losses = models.train(engine, 4)
-    statistics = engine.fp8.saturation()
-    return losses, engine.fp8.report, " ".join(engine_output.getvalue().replace("│", " ").split()), statistics
-
-
-def test_an_engine_trains_and_says_what_is_emulated(ranks):
-    overrides = {"layers.0.up": {"weight": {"format": "e4m3", "granularity": "128x128", "scale": "pow2"}}}
-    section = {"preset": "nvfp4", "param_gather": {"format": "bf16"}, "linear": {"overrides": overrides}}
-    losses, report, text, statistics = ranks(2, trained, section)[0]
-    assert losses[-1] < losses[0]
-    assert report["emulated"] == ["e2m1 16x16 e4m3", "e2m1 1x16 e4m3", "e2m1 1x16 e4m3 stochastic"]
-    assert "emulated, in one byte an element: e2m1 16x16 e4m3, e2m1 1x16 e4m3" in text
-    assert statistics is not None
 
 
 def test_what_is_cast_anew_for_dgrad_is_not_gathered_in_its_format(ranks):

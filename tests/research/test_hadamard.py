@@ -33,9 +33,8 @@ def by_matrix(x, rotation):
     return result if rotation.axis == 1 else result.t()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("block", ROTATION_BLOCKS)
-@pytest.mark.parametrize("shape", [(1, 128), (70, 256), (129, 384)])
+@pytest.mark.parametrize(("block", "seed"), [(16, 0), (32, None), (64, 7), (128, None)])
+@pytest.mark.parametrize("shape", [(1, 128), (129, 384)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_it_is_the_product_with_the_matrix_and_can_be_undone(axis, shape, block, seed):
     rotation = Rotation(block, seed, axis)
@@ -81,12 +80,8 @@ def test_overflow_spoils_its_block(value):
     assert spoilt.sum() == 64
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_empty(axis):
-    assert rotate(torch.empty(0, 128), Rotation(axis=axis)).shape == (0, 128)
-
-
 def test_columns_that_are_no_whole_blocks_are_refused():
+    assert rotate(torch.empty(0, 128), Rotation(axis=0)).shape == (0, 128)
     with pytest.raises(ValueError, match="130 columns are not a multiple of the rotation block 128"):
         rotate(torch.zeros(2, 130), Rotation())
 
@@ -117,8 +112,10 @@ def whole_numbers(*shape, dtype=torch.float32):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("block", "seed"), [(16, 3), (32, None), (64, 1), (128, 0)])
+@pytest.mark.parametrize(
+    ("block", "seed", "dtype"),
+    [(16, 3, torch.float32), (32, None, torch.float16), (64, 1, torch.bfloat16), (128, 0, torch.bfloat16)],
+)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_kernel_rotates_to_the_same_bits_and_back(axis, block, seed, dtype):
     rotation = Rotation(block, seed, axis)

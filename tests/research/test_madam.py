@@ -46,15 +46,6 @@ def test_every_number_follows_the_formula(options):
         assert abs(math.log2(abs(found[index].item()) / abs(w))) <= 1.01 / settings["steps"]
 
 
-def test_weights_lie_on_the_grid_and_keep_their_signs():
-    weights = gradients(2000) * 1e3
-    found, _ = stepped(weights, [gradients(2000, seed=seed) for seed in range(1, 9)])
-    steps = found.abs().double().log2() * 2048
-    assert (steps - steps.round()).abs().max() < 0.01
-    assert torch.equal(found.sign(), weights.sign())
-    assert 0.001 < (found / weights).log2().abs().mean() < 0.2
-
-
 def test_steps_without_any_gradient_before_the_first_one_leave_no_trace():
     weights, zero = gradients(64) * 1e3, torch.zeros(64)
     steps = [gradients(64, seed=seed) for seed in (1, 2)]
@@ -79,23 +70,13 @@ def test_shards_move_as_the_whole_and_a_resumed_run_as_an_unbroken_one():
 
 
 @pytest.mark.parametrize(
-    ("params", "key"),
-    [({"beta": 1.0}, "beta"), ({"steps": 6}, "steps"), ({"smallest": 0.0}, "smallest"), ({"lr": -1.0}, "lr")],
+    "params", [{"betas": [0.9, 0.95]}, {"steps": 6}, {"beta": 1.0}, {"smallest": 0.0}, {"lr": -1.0}]
 )
-def test_options_out_of_range(params, key):
-    with pytest.raises(UserError) as caught:
-        Madam([torch.nn.Parameter(torch.ones(2))], **params)
-    assert caught.value.key == f"optimizer.params.{key}"
-
-
-@pytest.mark.parametrize(
-    ("params", "key"), [({"betas": [0.9, 0.95]}, "optimizer.params.betas"), ({"steps": 6}, "optimizer.params.steps")]
-)
-def test_a_section_that_madam_does_not_take(params, key):
+def test_a_section_that_madam_does_not_take(params):
     section = {"optimizer": {"type": "Madam", "params": params}, "zero_optimization": {"stage": 3}}
     with pytest.raises(UserError) as caught:
         check(Configuration(section))
-    assert caught.value.key == key
+    assert caught.value.key == f"optimizer.params.{next(iter(params))}"
 
 
 LOGARITHMIC = {

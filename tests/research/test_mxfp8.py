@@ -17,7 +17,7 @@ from tests.layers.hugging_face import causal_lm, tokens
 from tests.research.mxfp8_library import DTYPES
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has libraries and products of its own")
-SIZES = [(1, 1), (7, 130), (32, 32), (96, 160), (128, 128), (129, 127), (257, 300), (300, 512)]
+SIZES = [(1, 1), (7, 130), (96, 160), (128, 128), (257, 300)]
 
 
 def random(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -64,13 +64,6 @@ def test_an_operand_is_the_same_numbers(rows, columns, format, granularity, colu
     assert not numbers[:, columns:].any()
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_codes_of_whole_groups_are_not_copied(turned):
-    q = quantize(random(256, 384), granularity="128x128")
-    found = mxfp8.operand(q.t() if turned else q, columnwise=turned)
-    assert found.codes.data_ptr() == q.data.data_ptr()
-
-
 def test_one_gathered_weight_serves_both_directions():
     """Rowwise as fprop reads it and columnwise as dgrad does: the same bytes, scales repeated along either side."""
     w = quantize(random(384, 256), granularity="128x128")
@@ -91,13 +84,16 @@ def test_every_scale_of_the_casts_has_its_byte():
     assert mxfp8.e8m0(nan).tolist() == [255, 255]
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("a_turned", "b_turned"), list(itertools.product([False, True], repeat=2)))
-@pytest.mark.parametrize(("a_format", "b_format"), [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")])
 @pytest.mark.parametrize(
-    ("a_granularity", "b_granularity"), [("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "128x128")]
+    ("a_format", "b_format", "a_granularity", "b_granularity", "out_dtype"),
+    [
+        ("e4m3", "e4m3", "1x128", "128x128", torch.bfloat16),
+        ("e5m2", "e4m3", "1x128", "1x128", torch.float32),
+        ("e4m3", "e5m2", "128x128", "128x128", torch.bfloat16),
+    ],
 )
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (7, 300, 200), (129, 127, 64), (256, 384, 128)])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (7, 300, 200), (256, 384, 128)])
 def test_products(library, m, k, n, a_granularity, b_granularity, a_format, b_format, a_turned, b_turned, out_dtype):
     a, b = quantize(random(m, k), a_format, a_granularity), quantize(random(n, k, 1), b_format, b_granularity)
     exact = a.dequantize().double() @ b.dequantize().double().t()
@@ -174,18 +170,6 @@ def test_a_comparison_says_whether_the_library_multiplies_as_it_should(library, 
     assert "differs" in mxfp8.differs(torch.device("cpu"))
     monkeypatch.setattr(mxfp8, "e8m0", lambda scale: real(scale)[:, :0])
     assert "fails" in mxfp8.differs(torch.device("cpu"))
-
-
-def on_gpu(monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA X")
-
-
-def test_hopper_is_named_as_too_old(monkeypatch):
-    on_gpu(monkeypatch, (9, 0))
-    assert "NVIDIA X" in mxfp8.unavailable.__wrapped__()
-    assert "10.0" in mxfp8.unavailable.__wrapped__()
 
 
 def in_order_of_cublas(scales: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def errors(results, expected):
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["cast when used", "gathered in FP8"])
-@pytest.mark.parametrize("count", [1, 70, 256])
+@pytest.mark.parametrize("count", [1, 70])
 @pytest.mark.parametrize(("section", "rotation"), SECTIONS.values(), ids=SECTIONS)
 def test_outputs_and_gradients_are_those_of_the_linear(section, rotation, count, held):
     section = section_of(section, rotation)
@@ -144,13 +144,10 @@ def test_what_cannot_be_is_refused(linear, words):
         fp8_linear(*sides, linear=linear, param_gather={"format": "bf16"})
 
 
-def test_two_remedies_for_one_outlier_are_refused():
+def test_what_rotations_do_not_go_with_is_refused():
     linear = {"smooth_swiglu": True, "rotation": {"fprop": "in_features"}}
     with pytest.raises(UserError, match="smooth_swiglu and fp8"):
         convert(causal_lm("llama"), parse_fp8({"fp8": {"linear": linear, "fuse": "off"}}))
-
-
-def test_a_head_in_fp8_is_refused():
     with pytest.raises(UserError, match="does not support"):
         parse_fp8({"fp8": {"loss": {"head": "fp8"}, "linear": {"rotation": HALO2}}})
 

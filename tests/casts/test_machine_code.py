@@ -33,10 +33,14 @@ def compile(kernel, *arguments, grid, warmup=False, **options):
 
 jit.JITFunction.run = compile
 from ds_fp8.casts.quantization_triton import quantize_tiles
-for dtype in (torch.float32, torch.bfloat16):
-    for format, scale in (("e4m3", "pow2"), ("e4m3", "fp32"), ("e5m2", "fp32")):
-        for rowwise, columnwise in ((None, "1x128"), (None, "128x128"), ("1x128", "1x128")):
-            quantize_tiles(torch.zeros(128, 128, dtype=dtype), format, scale, rowwise, columnwise)
+for dtype, format, scale, rowwise, columnwise in (
+    (torch.float32, "e4m3", "pow2", None, "1x128"),
+    (torch.float32, "e4m3", "fp32", "1x128", "1x128"),
+    (torch.float32, "e5m2", "fp32", None, "128x128"),
+    (torch.bfloat16, "e4m3", "pow2", "1x128", "1x128"),
+    (torch.bfloat16, "e5m2", "fp32", None, "1x128"),
+):
+    quantize_tiles(torch.zeros(128, 128, dtype=dtype), format, scale, rowwise, columnwise)
 for number, kernel in enumerate(kernels):
     (Path(sys.argv[1]) / f"{number}.cubin").write_bytes(kernel.asm["cubin"])
 """
@@ -52,7 +56,7 @@ def test_no_pair_of_codes_takes_in_the_stack_pointer(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     subprocess.run([sys.executable, "-c", COMPILE, str(tmp_path)], env=environment, check=True)
     compiled = sorted(tmp_path.glob("*.cubin"))
-    assert len(compiled) == 18
+    assert len(compiled) == 5
     for kernel in compiled:
         code = subprocess.run([disassembler, kernel], capture_output=True, text=True, check=True).stdout
         pairs = re.findall(r"F2FP\.SATFINITE\.E[45]M[32]\.F32\.PACK_AB_MERGE_C .*;", code)

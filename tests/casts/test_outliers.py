@@ -24,9 +24,18 @@ from ds_fp8.casts.quantization import whole_blocks
 from ds_fp8.config.formats import CastSpec
 from tests.casts.test_kernels import DEVICE, assert_same
 
-SIZES = [(1, 128, 64), (130, 576, 64), (257, 200, 17), (128, 384, 128), (5, 40, 40), (131, 300, 130)]
-"""Rows, columns, channels."""
-SCALES = ["pow2", "fp32"]
+sizes_and_scales = pytest.mark.parametrize(
+    ("rows", "columns", "count", "scale"),
+    [
+        (1, 128, 64, "pow2"),
+        (130, 576, 64, "fp32"),
+        (257, 200, 17, "pow2"),
+        (128, 384, 128, "pow2"),
+        (5, 40, 40, "fp32"),
+        (131, 300, 130, "fp32"),
+    ],
+)
+"""count: channels."""
 
 
 def with_outliers(rows: int, columns: int, channels: int, seed: int = 0) -> torch.Tensor:
@@ -37,8 +46,7 @@ def with_outliers(rows: int, columns: int, channels: int, seed: int = 0) -> torc
     return x.bfloat16()
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("rows", "columns", "count"), SIZES)
+@sizes_and_scales
 def test_products_of_outlier_channels_are_exact_to_second_order(rows, columns, count, scale):
     x, w = with_outliers(rows, columns, count), torch.randn(96, columns).bfloat16()
     x_cast, w_cast = quantize(x, granularity="1x128", scale=scale), quantize(w, granularity="128x128", scale=scale)
@@ -67,15 +75,12 @@ def test_channels_are_those_of_the_largest_energy_in_ascending_order():
     assert largest_channels(torch.tensor([1.0, 2.0, 2.0, 2.0]), 2).tolist() == [1, 2]  # the first of equals
 
 
-def test_energy_of_what_is_not_finite_counts_for_nothing():
+def test_infinity_and_nan_stay_visible_and_count_for_no_energy():
     x = with_outliers(4, 256, 2)
     x[0, 3] = torch.inf
     energy = channel_energy(quantize(x))
     assert energy[:128].tolist() == [0.0] * 128  # the group is NaN
     assert energy[128:].gt(0).all()
-
-
-def test_infinity_and_nan_stay_visible():
     x = with_outliers(3, 256, 8)
     channels = largest_channels(channel_energy(quantize(x)), 8)
     x[1, channels[0]] = torch.nan
@@ -96,9 +101,8 @@ def on_cpu(x: QuantizedTensor) -> QuantizedTensor:
     return replace(x, data=x.data.cpu(), scale=x.scale.cpu())
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@sizes_and_scales
 @pytest.mark.parametrize("factors", [False, True])
-@pytest.mark.parametrize(("rows", "columns", "count"), SIZES)
 def test_kernel_of_inputs_is_its_reference(rows, columns, count, factors, scale):
     from ds_fp8.casts.outliers_triton import extend_input_tiles
 
@@ -153,8 +157,7 @@ def test_fused_casts_leave_room(rows, columns):
         assert torch.equal(found.scale, expected.scale)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("rows", "columns", "count"), SIZES)
+@sizes_and_scales
 def test_kernel_of_weights_is_its_reference(rows, columns, count, scale):
     from ds_fp8.casts.outliers_triton import extend_weight_tiles
 

@@ -51,8 +51,7 @@ def assert_wgrads_of_groups(dw, dy, x, groups):
         assert_is_product(found, dy[:, span], x[:, span], OF_SCALES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(("scale", "dtype"), [("pow2", torch.bfloat16), ("fp32", torch.float32)])
 @pytest.mark.parametrize("counts", AWKWARD)
 def test_each_group_has_its_matrix(counts, scale, dtype):
     a, b, groups = operands(counts, 128, 384, scale)
@@ -61,8 +60,7 @@ def test_each_group_has_its_matrix(counts, scale, dtype):
     assert_products_of_groups(y, a, b, groups)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+@pytest.mark.parametrize(("granularity", "dtype"), [("1x128", torch.bfloat16), ("128x128", torch.float32)])
 @pytest.mark.parametrize("counts", AWKWARD)
 def test_each_group_has_the_gradient_over_its_rows(counts, granularity, dtype):
     dy, x, groups = wgrad_operands(counts, 256, 128, granularity)
@@ -74,8 +72,7 @@ def test_each_group_has_the_gradient_over_its_rows(counts, granularity, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
-@pytest.mark.parametrize(("columns", "contraction"), [(128, 384), (512, 128), (256, 256)])
+@pytest.mark.parametrize(("columns", "contraction", "scale"), [(128, 384, "fp32"), (512, 128, "pow2")])
 @pytest.mark.parametrize("counts", AWKWARD)
 def test_kernel_of_products(counts, columns, contraction, scale):
     a, b, groups = operands(counts, columns, contraction, scale)
@@ -92,9 +89,9 @@ def test_kernel_covers_all_tiles_whatever_the_panel(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
-@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
-@pytest.mark.parametrize(("features", "inputs"), [(128, 384), (256, 256)])
+@pytest.mark.parametrize(
+    ("features", "inputs", "granularity", "scale"), [(128, 384, "1x128", "pow2"), (256, 256, "128x128", "fp32")]
+)
 @pytest.mark.parametrize("counts", AWKWARD)
 def test_kernel_of_wgrad(counts, features, inputs, granularity, scale):
     dy, x, groups = wgrad_operands(counts, features, inputs, granularity, scale)

@@ -9,7 +9,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.gemm import deep_gemm, select_backend, unavailable, why_not_multiplied
+from ds_fp8.gemm import deep_gemm, select_backend, unavailable
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.research import mxfp8
 
@@ -50,15 +50,9 @@ def machine(monkeypatch):
         cache.cache_clear()
 
 
-def test_hopper_with_a_new_cublas_multiplies_blocks(machine):
-    hopper = machine((9, 0))
-    assert select_backend("auto", BLOCKS) == "cublas"
-    assert hopper.products == [("BlockWise1x128", "BlockWise128x128")]
-
-
 def test_every_kind_of_product_is_tried_once(machine):
     hopper = machine((9, 0))
-    for _ in range(3):
+    for _ in range(2):
         assert recipe_from_config(FP8Config()).backend == "cublas"
     assert sorted(hopper.products) == [("BlockWise1x128", "BlockWise128x128"), ("BlockWise1x128", "BlockWise1x128")]
 
@@ -77,14 +71,12 @@ def test_the_default_preset_is_refused_at_the_start_where_block_products_fail(ma
     assert '"backend": "reference"' in refusal.value.remedy
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_no_preset_is_refused_on_hopper(machine, preset):
+def test_no_preset_is_refused_on_hopper(machine):
     machine((9, 0))
-    assert recipe_from_config(FP8Config.from_preset(preset)).backend == "cublas"
+    assert {recipe_from_config(FP8Config.from_preset(preset)).backend for preset in PRESETS} == {"cublas"}
 
 
-@pytest.mark.parametrize("preset", ["rowwise", "tensorwise", "munit"])
-@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize(("capability", "preset"), [((8, 9), "rowwise"), ((10, 0), "tensorwise"), ((12, 0), "munit")])
 def test_scales_per_row_and_tensor_run_where_blocks_do_not(machine, capability, preset):
     machine(capability, NOT_HOPPER)
     assert recipe_from_config(FP8Config.from_preset(preset)).backend == "cublas"
@@ -123,15 +115,6 @@ def test_a_product_that_is_wrong_counts_as_a_failure(machine, monkeypatch):
     machine((9, 0))
     monkeypatch.setattr(F, "scaled_mm", lambda a, b, *_, output_dtype, **__: torch.zeros(128, 128, dtype=output_dtype))
     assert "its result is wrong" in unavailable("cublas", ROWS)
-
-
-def test_an_error_without_words_is_named_by_its_type(machine):
-    machine((9, 0))
-
-    def fails(*_):
-        raise AssertionError
-
-    assert why_not_multiplied(fails, *ROWS[0]).endswith("fails: AssertionError")
 
 
 def test_without_a_gpu_products_are_emulated(machine, monkeypatch):

@@ -3,19 +3,93 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch.multiprocessing as multiprocessing
 
 from ds_fp8.cluster.hosts import free_port
-from tests.launchers import LAUNCHES, Launch, Rank, accelerate, deepspeed, torchrun, torchrun_virtual_local_rank
 
-ROOT = Path(__file__).resolve().parents[1]
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "CUDA_VISIBLE", "NCCL_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC")
 TIMEOUT = 120
+SEVERAL_HOSTS = "the ranks are on several hosts, or there is one rank only"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank as its launcher knows it: two GPUs a host, ranks numbered host by host."""
+
+    rank: int
+    local_rank: int
+    host: int
+    ranks: int
+    hosts: int
+    port: int
+
+    @property
+    def per_host(self) -> int:
+        return self.ranks // self.hosts
+
+
+def deepspeed(rank: Rank) -> dict[str, str]:
+    """As deepspeed/launcher/launch.py sets them, --launcher mpich and scripts for srun."""
+    numbers = {"RANK": rank.rank, "LOCAL_RANK": rank.local_rank, "WORLD_SIZE": rank.ranks, "MASTER_PORT": rank.port}
+    variables = {name: str(number) for name, number in numbers.items()}
+    return {**variables, "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def torchrun(rank: Rank) -> dict[str, str]:
+    """As torch/distributed/elastic/agent/server/local_elastic_agent.py sets them; accelerate launch calls it."""
+    agents = {"GROUP_RANK": rank.host, "LOCAL_WORLD_SIZE": rank.per_host, "ROLE_WORLD_SIZE": rank.ranks}
+    restarts = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    shown = {name: str(number) for name, number in {**agents, **restarts}.items()}
+    return {name: value for name, value in deepspeed(rank).items() if name != "CUDA_VISIBLE_DEVICES"} | shown
+
+
+def one_gpu(rank: Rank) -> dict[str, str]:
+    """As torchrun --virtual-local-rank, srun --gpus-per-task=1 and Ray: every rank sees one GPU, which it calls 0."""
+    return {**torchrun(rank), "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": str(rank.local_rank)}
+
+
+def mpirun(rank: Rank) -> dict[str, str]:
+    """As OpenMPI's mpirun, alone or by deepspeed --launcher openmpi: DeepSpeed asks MPI, as under srun alone."""
+    numbers = {"RANK": rank.rank, "SIZE": rank.ranks, "LOCAL_RANK": rank.local_rank, "LOCAL_SIZE": rank.per_host}
+    return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()}
+
+
+def python(rank: Rank) -> dict[str, str]:
+    """As a program that is started by itself needs them."""
+    return {name: value for name, value in deepspeed(rank).items() if name != "CUDA_VISIBLE_DEVICES"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A way to start a job, and what is to come of it."""
+
+    variables: Callable[[Rank], dict[str, str]]
+    hosts: int = 1
+    ranks: int = 2
+    transport: str = "copy engines"
+    hierarchy: str = "flat"
+
+
+def two_hosts(variables: Callable[[Rank], dict[str, str]]) -> Launch:
+    return Launch(variables, 2, 4, SEVERAL_HOSTS, "2 nodes x 2")
+
+
+LAUNCHES = {
+    "deepspeed": Launch(deepspeed),
+    "torchrun": Launch(torchrun),
+    "one GPU a rank": Launch(one_gpu),
+    "mpirun": Launch(mpirun),
+    "python": Launch(python, ranks=1, transport=SEVERAL_HOSTS),
+    "two hosts by torchrun": two_hosts(torchrun),
+    "two hosts, one GPU a rank": two_hosts(one_gpu),
+    "two hosts by mpirun": two_hosts(mpirun),
+}
 
 
 def mpi(rank: Rank) -> ModuleType:
@@ -40,7 +114,7 @@ def enter(launch: Launch, rank: Rank) -> None:
     os.environ.update(launch.variables(rank))
     if rank.hosts > 1:
         os.environ["NCCL_HOSTID"] = f"host{rank.host}"
-    if launch.asks_mpi:
+    if launch.variables is mpirun:
         sys.modules["mpi4py"] = mpi(rank)
 
 
@@ -132,13 +206,12 @@ COMMANDS = {
         deepspeed,
         "-m deepspeed.launcher.runner --num_gpus 2 --master_port PORT --no_python --no_local_rank",
     ),
-    "torchrun": (torchrun, "-m torch.distributed.run --nproc-per-node 2 --master-port PORT --no-python"),
     "one GPU a rank": (
-        torchrun_virtual_local_rank,
+        one_gpu,
         "-m torch.distributed.run --nproc-per-node 2 --master-port PORT --virtual-local-rank --no-python",
     ),
     "accelerate": (
-        accelerate,
+        torchrun,
         "-m accelerate.commands.launch --use_deepspeed --num_processes 2 --num_machines 1 --mixed_precision no "
         "--dynamo_backend no --main_process_port PORT --no_python",
     ),

@@ -59,11 +59,11 @@ def tried_again(kind: str, folder: str, broken: str, tied: bool) -> tuple[str, i
             raise torch.OutOfMemoryError("no memory")
         return original(model, weights)
 
+    gathered = vllm.gathered
+
     def trainer_fails(*args):
-        for number, weight in enumerate(served_tensors(*args)):
-            if number == 7:
-                raise UserError("the trainer has no memory")
-            yield weight
+        for number, (entry, numbers) in enumerate(gathered(*args)):
+            yield entry, UserError("the trainer has no memory") if number == 7 else numbers
 
     if broken == "worker":
         model.load_weights = load_weights
@@ -71,7 +71,7 @@ def tried_again(kind: str, folder: str, broken: str, tied: bool) -> tuple[str, i
         start = llm.start_weight_update
         llm.start_weight_update = lambda **options: (start(**options), 1 / 0)
     elif broken in ("trainer", "trainer killed"):
-        vllm.served_tensors = trainer_fails
+        vllm.gathered = trainer_fails
     if broken == "trainer killed":
         llm.finish_weight_update, llm.update_weights = (lambda: 1 / 0), (lambda *_: None)
     try:
@@ -82,7 +82,7 @@ def tried_again(kind: str, folder: str, broken: str, tied: bool) -> tuple[str, i
     for name in ("start_weight_update", "finish_weight_update", "update_weights"):
         vars(llm).pop(name, None)
     vars(model).pop("load_weights", None)
-    vllm.served_tensors = served_tensors
+    vllm.gathered = gathered
     weights = dict(served_tensors(engine, served_plan(engine)))
     between, neither = [], []
     if broken != "trainer killed":
@@ -135,8 +135,8 @@ def elsewhere(folder: str) -> list[str]:
     said = []
     vllm_transfer._own_gpu = lambda: "GPU-1"
     for gpus, stages in ((["GPU-2", "GPU-3"], 1), ([], 2)):
-        vllm.announcement = lambda plan, gpus=gpus: {"tensors": [], "gpus": gpus}
-        vllm.gpu_of_this_process = lambda gpus=gpus: gpus[0] if gpus else None
+        vllm.announcement = lambda plan: {"tensors": []}
+        vllm._gpu = lambda gpus=gpus: gpus[0] if gpus else None
         llm.llm_engine.model_executor = SimpleNamespace()  # of another process, which opens buffers
         worker.weight_transfer_engine.parallel_config = SimpleNamespace(
             pipeline_parallel_size=stages, tensor_parallel_size=1

@@ -7,89 +7,37 @@ import json
 import os
 import re
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, clipped
 
-MAX_BYTES = 1 << 20
-MAX_SLOTS = 1024
-"""More GPUs than any host has: a number above is a slip, and a launcher would start as many processes."""
-# What ssh, pdsh and a shell take for one name: no lists ([1-4] or commas), no options, no quoting.
-_NAME = re.compile(r"([A-Za-z0-9_.-]+@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*")
-_SLOTS = re.compile(r"slots=([0-9]{1,9})")
-_EXAMPLE = '"node1 slots=8"'
-_LINE = f"write one line a host: {_EXAMPLE}"
+# What ssh, pdsh and a shell take for one name: no lists ([1-4] or commas), no options, no quoting. And fewer than 1,000
+# GPUs: more are a slip, and a launcher would start as many processes.
+_LINE = re.compile(r"((?:[A-Za-z0-9_.-]+@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*)\s+slots=([1-9][0-9]{0,2})")
+_REMEDY = 'write one line a host, its name as for ssh and its GPUs: "node1 slots=8"'
 
 
-@dataclass(frozen=True)
-class Host:
-    """A host of a job."""
-
-    name: str
-    """Name or address for ssh."""
-    slots: int
-    """Ranks to start there: one a GPU."""
-
-
-def read_hostfile(path: str | os.PathLike) -> list[Host]:
-    """Read a hostfile, or refuse it by file and line where DeepSpeed's launcher would fail at it or misread it."""
-    file = Path(path)
+def read_hostfile(path: str | os.PathLike) -> dict[str, int]:
+    """Return the GPUs of each host, or refuse a hostfile that DeepSpeed's launcher would fail at or misread."""
+    file, hosts = Path(path), {}
     try:
-        with file.open("rb") as content:
-            # One byte more than is allowed tells a file that is too large, without reading all of it.
-            data = content.read(MAX_BYTES + 1)
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        raise UserError("the hostfile is not a text file", file=file, remedy=_LINE) from None
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"the hostfile cannot be read ({reason})", file=file, remedy=_LINE) from None
-    if len(data) > MAX_BYTES:
-        raise UserError(f"the hostfile has more than {MAX_BYTES} bytes", file=file, remedy=_LINE)
-    return parse_hostfile(text, file)
-
-
-def parse_hostfile(text: str, file: Path) -> list[Host]:
-    """Parse the text of the hostfile `file`; empty lines and everything after "#" are skipped."""
-    # With line numbers, for the message about a host listed twice.
-    hosts: dict[str, tuple[int, Host]] = {}
-    for number, line in enumerate(text.split("\n"), start=1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        host = _host(words, f"line {number}", file)
-        if host.name in hosts:
-            problem = f"line {number}: {host.name} is already in line {hosts[host.name][0]}"
-            raise UserError(problem, file=file, remedy="give each host one line with all of its slots")
-        hosts[host.name] = number, host
+        raise UserError(f"the hostfile cannot be read ({reason})", file=file, remedy=_REMEDY) from None
+    for number, line in enumerate(lines, start=1):
+        entry = line.partition("#")[0].strip()
+        match = _LINE.fullmatch(entry)
+        if entry and (match is None or match[1] in hosts):
+            problem = "is not NAME slots=N" if match is None else "is a second line of this host"
+            raise UserError(f"line {number}: {clipped(entry, 60)!a} {problem}", file=file, remedy=_REMEDY)
+        if match is not None:
+            hosts[match[1]] = int(match[2])
     if not hosts:
-        raise UserError("the hostfile lists no hosts", file=file, remedy=_LINE)
-    return [host for _, host in hosts.values()]
-
-
-def _host(words: list[str], line: str, file: Path) -> Host:
-    name, *rest = words
-    slots = _SLOTS.fullmatch(rest[0]) if len(rest) == 1 else None
-    problem = None
-    if not _NAME.fullmatch(name):
-        problem = f"{_shown(name)} is not a host name"
-    elif not rest:
-        problem = "slots=N is missing after the name"
-    elif slots is None:
-        problem = f"{_shown(' '.join(rest))} after the name is not slots=N"
-    elif not 0 < int(slots[1]) <= MAX_SLOTS:
-        problem = f"{slots[1]} slots, and not 1 to {MAX_SLOTS}"
-    if problem is not None:
-        remedy = f"a name as for ssh and slots=N, the GPUs of that host, one host a line: {_EXAMPLE}"
-        raise UserError(f"{line}: {problem}", file=file, remedy=remedy)
-    return Host(name, int(slots[1]))
-
-
-def _shown(text: str) -> str:
-    return ascii(text if len(text) <= 60 else text[:57] + "...")
+        raise UserError("the hostfile lists no hosts", file=file, remedy=_REMEDY)
+    return hosts
 
 
 def host_names() -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ds_fp8.cluster.hosts import Host, free_port, read_hostfile
+from ds_fp8.cluster.hosts import free_port, read_hostfile
 from ds_fp8.config.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR, UserError
 
 TRAIN = "ds_fp8.commands.train"
@@ -131,7 +131,7 @@ def launch(
 
     It is run until it is done, has failed, or was lost too often. `options` are further ones of the deepspeed command.
     """
-    hosts = read_hostfile(hostfile)
+    hosts = list(read_hostfile(hostfile))
     for program in ("pdsh", "ssh"):
         if shutil.which(program) is None:
             raise UserError(
@@ -157,11 +157,10 @@ def launch(
     return with_restarts(start, max_restarts, _SETTLE)
 
 
-def _unreachable(hosts: Sequence[Host]) -> dict[str, str]:
-
-    def ask(host: Host) -> str | None:
+def _unreachable(hosts: Sequence[str]) -> dict[str, str]:
+    def ask(host: str) -> str | None:
         # BatchMode: a host that asks for a password counts as silent, and does not wait for a terminal.
-        command = ["ssh", *_SSH, host.name, "true"]
+        command = ["ssh", *_SSH, host, "true"]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _CONNECT)
         except subprocess.TimeoutExpired:
@@ -171,7 +170,7 @@ def _unreachable(hosts: Sequence[Host]) -> dict[str, str]:
 
     # All hosts at once: silent ones cost ten seconds each.
     with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = dict(zip([host.name for host in hosts], pool.map(ask, hosts), strict=True))
+        answers = dict(zip(hosts, pool.map(ask, hosts), strict=True))
     return {name: reason for name, reason in answers.items() if reason is not None}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed
@@ -25,6 +25,7 @@ from torch import nn
 from ds_fp8.config import registry
 from ds_fp8.config.deepspeed_json import ACCUMULATION, Configuration, DeepSpeedValues, known_keys
 from ds_fp8.config.errors import UserError, clipped, joined
+from ds_fp8.config.files import flat
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest, shown
 from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
@@ -44,8 +45,6 @@ _LISTED_KEYS = {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {
 """Keys of sections that DeepSpeed reads key by key."""
 _OF_DEEPSPEEDS_ADAM = {ADAM_W_MODE, TORCH_ADAM_PARAM, "fp32_optimizer_states", "bias_correction", "set_grad_none"}
 _USUAL = {"lr": "1e-4", "betas": "[0.9, 0.95]", "eps": "1e-8", "weight_decay": "0.1"}
-MAX_BUCKET = 2**33
-"""Elements: no device holds larger buffers."""
 Refuse = Callable[[str, str, str], None]
 
 
@@ -104,18 +103,10 @@ def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
                 refuse(f"{section}.{clipped(key)}", f'"{section}" has no key {shown(key)}', nearest(key, listed))
     if "bf16" in values and "bfloat16" in values:
         refuse("bfloat16", '"bfloat16" is another name of "bf16", and both are given', 'remove "bfloat16"')
-    for key, word in _leaves({key: value for key, value in values.items() if key not in _NOT_BOOLEAN}):
+    for key, word in flat({key: value for key, value in values.items() if key not in _NOT_BOOLEAN}):
         if isinstance(word, str) and word.lower() in _WORDS_FOR_BOOLEANS:
             boolean = str(_WORDS_FOR_BOOLEANS[word.lower()]).lower()
             refuse(key, f"{key} is the text {shown(word)}, not true or false", f"{boolean}, without quotation marks")
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _check_values(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
@@ -140,10 +131,6 @@ def _check_values(configuration: Configuration, parsed: Any, refuse: Refuse) -> 
         if getattr(parsed, key) != DeepSpeedValues.model_fields[key].default:
             problem = f"{key} does not go with ZeRO's reduce-scatter, which divides by the number of ranks itself"
             refuse(key, problem, f'remove "{key}"')
-    for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        if getattr(zero, key) > MAX_BUCKET:
-            problem = f"{key} {getattr(zero, key):,} is a buffer larger than a device's memory"
-            refuse(f"zero_optimization.{key}", problem, f'"{key}": 500000000, DeepSpeed\'s default, or less')
 
 
 def _check_fp8(given: Configuration, configuration: Configuration, parsed: Any, refuse: Refuse) -> None:

@@ -5,14 +5,13 @@ final validation losses with what another seed changes. Leaves parity.json and r
 continues where it stopped. The exit code is 0 where FP8 is no worse, else 1.
 
     --grid fp8.preset=infir2,hybrid_fast,coat     every value against BF16; or every combination, or a --sweep FILE
-    --rates 0.5,1,2,4                             at multiples of the stage's learning rate: how robust is it?
+    --grid optimizer.params.lr=5e-5,1e-4,2e-4     how robust is it?
 
 Runs in BF16 are shared by points where they are the same. Of every point the page also tells diverged runs and spikes.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,8 +34,6 @@ from ds_fp8.config.files import check_writable, read_json
 if TYPE_CHECKING:
     from ds_fp8.train import Stage
 
-RATE = "optimizer.params.lr"
-
 
 def main() -> int:
     parser = parser_of(__doc__)
@@ -44,7 +41,6 @@ def main() -> int:
     parser.add_argument("--steps", required=True, type=count, help="optimizer steps of every run")
     parser.add_argument("--seeds", type=count, default=1, help="seeds, from train.seed upwards (default 1)")
     parser.add_argument("--gpus", "--ranks", type=count, help="ranks of every run (default: the GPUs; without GPUs 1)")
-    parser.add_argument("--rates", type=_amounts, metavar="X,X", help=f"--grid {RATE}=... in multiples of the stage's")
     parser.add_argument("--evaluations", type=count, default=10, help="evaluations along every run (default 10)")
     parser.add_argument("--tolerance", type=amount, help="relative gap that is allowed (default 0.0025)")
     add_out(parser, "runs/parity")
@@ -61,9 +57,6 @@ def main() -> int:
 
     file, ranks = stage_file(arguments), arguments.gpus or torch.cuda.device_count() or 1
     stage = load_stage(file, arguments.set, ranks)
-    if arguments.rates:
-        rates = [_rate(stage) * multiple for multiple in arguments.rates]
-        arguments.grid.append(f"{RATE}={','.join(map(repr, rates))}")
     points = read_points(arguments)
     stages = {point: load_stage(file, [*arguments.set, *changes], ranks) for point, changes in points.items()}
     twins = twins_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
@@ -78,25 +71,6 @@ def main() -> int:
     figures, page, verdict = write_parity(comparisons_in(arguments.out, twins), arguments.out, title, tolerance)
     print(f"\n{verdict}\nfigures: {figures}\nreport:  {page}")
     return 0 if verdict.passed else 1
-
-
-def _rate(stage: Stage) -> float:
-    rate = stage.configuration.optimizer_params.get("lr")
-    if rate is None:
-        raise UserError(
-            "the stage has no learning rate to vary",
-            key=RATE,
-            file=stage.file,
-            remedy='"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
-        )
-    return rate
-
-
-def _amounts(text: str) -> list[float]:
-    found = [amount(part) for part in text.split(",")]
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} lists a value twice")
-    return found
 
 
 def _with_length(stage: Stage) -> Stage:

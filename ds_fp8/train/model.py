@@ -40,7 +40,6 @@ from ds_fp8.train.stored_model import (
     stored_model,
 )
 
-MAX_LAYERS = 10_000
 _UNLISTED_KEYS = {"model_type", "architectures", "head_dim", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
 """Keys that Hugging Face configurations take without having them as attributes."""
 
@@ -263,11 +262,6 @@ def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase)
             choices = set(known.to_dict()) | _UNLISTED_KEYS
             problem = f'unknown key "{key}" in model.config of type {kind}'
             raise UserError(problem, key=f"model.config.{key}", remedy=nearest(key, choices))
-    layers = values.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MAX_LAYERS:  # configurations list their layers one by one
-        raise UserError(
-            f"{layers:,} layers are too many", key="model.config.num_hidden_layers", remedy=f"at most {MAX_LAYERS:,}"
-        )
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings = {"vocab_size": embeddings_needed(tokenizer), **ids, **values}
     del settings["model_type"]
@@ -296,8 +290,6 @@ def _check_sizes(config: PretrainedConfig) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # each model class fails at a wrong size in its own way
         refuse(f"model.config does not describe a valid model: {type(error).__name__}: {first_line(error)}")
-    if empty := [name for name, parameter in model.named_parameters() if not parameter.numel()]:
-        refuse(f"{empty[0]} would have no elements")
     needed, there = sum(tensor.nbytes for tensor in model.parameters()), psutil.virtual_memory().total
     if needed > there:
         refuse(f"the model needs {needed / 2**30:,.0f} GiB, but this machine has {there / 2**30:,.0f}")

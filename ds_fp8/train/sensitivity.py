@@ -37,6 +37,9 @@ from ds_fp8.train.evaluation import label_logits
 _LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks)\.\d+)\.")
 """Beginning of the name of a linear in a decoder layer."""
 
+Figures = dict[str, Any]
+"""Cost of the casts of a part, while nothing else is cast: as sensitivity.json has it."""
+
 
 def rows_of(
     dataset: PackedDataset, count: int, device: str | torch.device, weights: Sequence[float] = (1.0,)
@@ -90,49 +93,6 @@ class Judge:
         return Measured(*torch.tensor(numbers, dtype=torch.float64).T)
 
 
-def difference(first: torch.Tensor, second: torch.Tensor) -> tuple[float, float]:
-    gaps = first - second
-    error = gaps.std().item() / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    return gaps.mean().item(), error
-
-
-class Part(NamedTuple):
-    """Linear layers that are cast together."""
-
-    pattern: str
-    """Pattern for them in fp8.linear.overrides."""
-    linears: tuple[str, ...]
-    share: float
-    """Their share of the FLOPs of all products of a step."""
-
-
-class Cost(NamedTuple):
-    """Cost of the casts of a part, while nothing else is cast."""
-
-    part: Part
-    loss: float
-    """Loss with these casts over that without, less 1."""
-    loss_error: float
-    """Its standard error over rows."""
-    divergence: float
-    """Divergence (Kullback-Leibler) of the predictions from those without casts, in nats per token."""
-
-    @property
-    def per_share(self) -> float:
-        return self.divergence / (100 * self.part.share)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "pattern": self.part.pattern,
-            "linears": len(self.part.linears),
-            "flops_share": self.part.share,
-            "loss_increase": self.loss,
-            "loss_standard_error": self.loss_error,
-            "divergence": self.divergence,
-            "divergence_per_percent_of_flops": self.per_share,
-        }
-
-
 class CastSwitch:
     """A converted model of which chosen linears are cast and nothing else; `close` gives the model back as it was."""
 
@@ -169,36 +129,23 @@ class CastSwitch:
         stop_casting(self._model)
 
 
-class Parts(NamedTuple):
-    """The parts of a model that are measured."""
+def parts_of(linears: Sequence[str]) -> dict[str, list[str]]:
+    """Return the parts that linears form, by pattern: all of them, those of one kind, those of one decoder layer."""
+    parts = {"*": list(linears)}
+    for name in linears:
+        parts.setdefault(f"*.{name.rpartition('.')[2]}", []).append(name)
+    for name in linears:
+        if layer := _LAYER.match(name):
+            parts.setdefault(layer[1], []).append(name)
+    return parts
 
-    all: Part
-    kinds: list[Part]
-    layers: list[Part]
-    shares: dict[str, float]
-    """Share of the FLOPs by the name of each linear that can be cast."""
 
-
-def parts_of(model: PreTrainedModel, linears: Sequence[str], length: int) -> Parts:
-    """Return the parts that `linears` form; attention's FLOPs follow the tokens of a row, `length`."""
+def shares_of(model: PreTrainedModel, linears: Sequence[str], length: int) -> dict[str, float]:
+    """Return the share of each linear in the FLOPs of all products of a step over rows of `length` tokens."""
     # A token is multiplied once by each weight in forward: numbers of weights are in proportion to FLOPs, and
     # attention's products are added in the same unit.
     total = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) + _attention(model, length)
-    shares = {name: model.get_submodule(name).weight.numel() / total for name in linears}
-
-    def parts(pattern_of: Callable[[str], str | None]) -> list[Part]:
-        groups: dict[str, list[str]] = {}
-        for name in linears:
-            if (pattern := pattern_of(name)) is not None:
-                groups.setdefault(pattern, []).append(name)
-        return [Part(p, tuple(names), sum(shares[name] for name in names)) for p, names in groups.items()]
-
-    return Parts(
-        Part("*", tuple(linears), sum(shares.values())),
-        parts(lambda name: f"*.{name.rpartition('.')[2]}"),
-        parts(lambda name: found.group(1) if (found := _LAYER.match(name)) else None),
-        shares,
-    )
+    return {name: model.get_submodule(name).weight.numel() / total for name in linears}
 
 
 def _attention(model: PreTrainedModel, length: int) -> float:
@@ -209,49 +156,55 @@ def _attention(model: PreTrainedModel, length: int) -> float:
 
 
 def measure(
-    model: PreTrainedModel, switch: CastSwitch, judge: Judge, parts: Parts, left: Callable[[int], None] = lambda n: None
-) -> list[Cost]:
+    model: PreTrainedModel,
+    switch: CastSwitch,
+    judge: Judge,
+    parts: Mapping[str, Sequence[str]],
+    shares: Mapping[str, float],
+    left: Callable[[int], None] = lambda n: None,
+) -> list[Figures]:
     """Return the cost of every part; `left` is called with the number of measurements that are left."""
-    plain = judge.measure(model)
-    asked, costs = (parts.all, *parts.kinds, *parts.layers), []
-    for part in asked:
-        left(len(asked) - len(costs))
-        with switch.only(part.linears):
+    plain, costs = judge.measure(model), []
+    for pattern, linears in parts.items():
+        left(len(parts) - len(costs))
+        with switch.only(linears):
             found = judge.measure(model)
-        _, error = difference(found.losses, plain.losses)
-        # The error is that of the difference by rows, in which what a row's text costs in itself cancels.
-        costs.append(Cost(part, found.loss / plain.loss - 1, error / plain.loss, found.divergence))
+        # By rows, in whose differences what a row's text costs in itself cancels.
+        gaps, share = found.losses - plain.losses, sum(shares[name] for name in linears)
+        error = gaps.std().item() / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+        costs.append(
+            {
+                "pattern": pattern,
+                "linears": len(linears),
+                "flops_share": share,
+                "loss_increase": found.loss / plain.loss - 1,
+                "loss_standard_error": error / plain.loss,
+                "divergence": found.divergence,
+                "divergence_per_percent_of_flops": found.divergence / (100 * share),
+            }
+        )
     return costs
 
 
-class Proposal(NamedTuple):
-    """Parts to keep in BF16."""
-
-    overrides: dict[str, str]
-    """fp8.linear.overrides, by falling divergence for their FLOPs."""
-    linears: tuple[str, ...]
-    share: float
-    """Share of the FLOPs of all of them."""
-
-
-def propose(costs: Sequence[Cost], shares: Mapping[str, float], budget: float) -> Proposal:
-    """Return the kinds and decoder layers that cost the most for their FLOPs and together have at most a share of them.
+def propose(
+    costs: Sequence[Figures], parts: Mapping[str, Sequence[str]], shares: Mapping[str, float], budget: float
+) -> dict[str, list[str]]:
+    """Return, by pattern, linears to keep in BF16 that cost the most for their FLOPs and have a share of them at most.
 
     One after the other the part with the highest divergence for its FLOPs is taken that still fits into the budget, a
     share of the FLOPs of all products. Of a linear in two parts only the first pays.
     """
-    candidates = [c for c in costs if c.part.pattern != "*" and c.divergence > 0]
-    taken: dict[str, None] = {}
-    overrides, spent = {}, 0.0
-    for cost in sorted(candidates, key=lambda cost: -cost.per_share):
-        new = [name for name in cost.part.linears if name not in taken]
+    candidates = [cost for cost in costs if cost["pattern"] != "*" and cost["divergence"] > 0]
+    taken: dict[str, list[str]] = {}
+    spent = 0.0
+    for cost in sorted(candidates, key=lambda cost: -cost["divergence_per_percent_of_flops"]):
+        new = [name for name in parts[cost["pattern"]] if not any(name in names for names in taken.values())]
         share = sum(shares[name] for name in new)
         # The slack is for sums of shares that add up to the budget exactly.
         if new and spent + share <= budget * (1 + 1e-9):
-            overrides[cost.part.pattern] = "bf16"
-            taken |= dict.fromkeys(new)
+            taken[cost["pattern"]] = new
             spent += share
-    return Proposal(overrides, tuple(taken), spent)
+    return taken
 
 
 def sensitivity(
@@ -264,20 +217,21 @@ def sensitivity(
 ) -> dict[str, Any]:
     """Return what the casts of `config` cost a model in FP32, and the loss with all of them but the proposed ones."""
     judge, switch = Judge(model, rows), CastSwitch(model, config)
-    parts = parts_of(model, list(switch.linears), length)
-    costs = measure(model, switch, judge, parts, left)
-    proposal = propose(costs, parts.shares, budget)
+    parts, shares = parts_of(list(switch.linears)), shares_of(model, list(switch.linears), length)
+    costs = measure(model, switch, judge, parts, shares, left)
+    proposed = propose(costs, parts, shares, budget)
+    kept = [name for names in proposed.values() for name in names]
     plain = judge.measure(model)
-    with switch.only([name for name in parts.all.linears if name not in proposal.linears]):
+    with switch.only([name for name in switch.linears if name not in kept]):
         rest = judge.measure(model)
     switch.close()
     return {
         "tokens": int(plain.tokens.sum().item()),
         "loss": plain.loss,
-        "costs": [cost.as_json() for cost in costs],
+        "costs": costs,
         "proposal": {
-            "overrides": proposal.overrides,
-            "flops_share": proposal.share,
+            "overrides": dict.fromkeys(proposed, "bf16"),
+            "flops_share": sum(shares[name] for name in kept),
             "loss_increase": rest.loss / plain.loss - 1,
             "divergence": rest.divergence,
         },

@@ -128,6 +128,7 @@ def test_a_loss_that_is_not_finite_fails(tmp_path):
 
 
 RATES, SEEDS = [0.001, 0.004], [5, 6]
+GRID_OF_RATES = "optimizer.params.lr=0.001,1.0"
 GRID = twins_of({f"lr {rate}": [f"optimizer.params.lr={rate}"] for rate in RATES}, SEEDS)
 ALL = [(kind, rate, seed) for kind in ("fp8", "bf16") for rate in RATES for seed in SEEDS]
 
@@ -278,7 +279,7 @@ def test_points_of_one_folder_are_refused():
 
 @pytest.mark.slow
 def test_a_whole_grid_and_the_same_again_without_training(tiny, write, cache_home, tmp_path):
-    command = [sys.executable, "-m", "ds_fp8.cli", "parity", write(tiny).name, "--steps", "6", "--rates", "1,1000"]
+    command = [sys.executable, "-m", "ds_fp8.cli", "parity", write(tiny).name, "--steps", "6", "--grid", GRID_OF_RATES]
     command += ["--tolerance", "0.5", "--out", "out"]
     environment = {**os.environ, "DS_FP8_CACHE": str(cache_home), "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     for _ in range(2):
@@ -297,7 +298,7 @@ def test_a_whole_grid_and_the_same_again_without_training(tiny, write, cache_hom
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("more", [[], ["--rates", "0.5,1"]])
+@pytest.mark.parametrize("more", [[], ["--grid", GRID_OF_RATES]])
 @pytest.mark.parametrize(
     ("changes", "key"),
     [

@@ -17,7 +17,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.train.sensitivity import CastSwitch, Cost, Judge, Part, measure, parts_of, propose
+from ds_fp8.train.sensitivity import CastSwitch, Judge, measure, parts_of, propose, shares_of
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.train.tiny_stage import TINY
 
@@ -86,53 +86,45 @@ def test_all_parts_are_those_of_a_conversion():
     model, fp8 = model_in_fp32(), config(linear={"overrides": {"*.v_proj": "bf16"}, "backend": "reference"}, fuse="off")
     judge = Judge(model, rows())
     switch = CastSwitch(model, fp8)
-    parts = parts_of(model, list(switch.linears), 24)
-    assert len(parts.all.linears) == 12
-    assert [part.pattern for part in parts.layers] == ["model.layers.0", "model.layers.1"]
-    kinds = ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    assert [part.pattern for part in parts.kinds] == [f"*.{kind}" for kind in kinds]
-    left = []
-    costs = measure(model, switch, judge, parts, left.append)
+    linears = list(switch.linears)
+    parts, shares, left = parts_of(linears), shares_of(model, linears, 24), []
+    kinds = [f"*.{kind}" for kind in ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")]
+    assert list(parts) == ["*", *kinds, "model.layers.0", "model.layers.1"]
+    assert len(parts["*"]) == 12
+    costs = measure(model, switch, judge, parts, shares, left.append)
     assert len(costs) == len(left) == left[0] == 7 + 2
     switch.close()
     convert(model, fp8)
     found = judge.measure(model)
-    assert found.divergence == pytest.approx(costs[0].divergence, rel=1e-4)
-    assert all(cost.divergence > 0 for cost in costs)
-    assert max(costs, key=lambda cost: cost.divergence).part.pattern == "*"
+    assert found.divergence == pytest.approx(costs[0]["divergence"], rel=1e-4)
+    assert all(cost["divergence"] > 0 for cost in costs)
+    assert max(costs, key=lambda cost: cost["divergence"])["pattern"] == "*"
 
 
 def test_shares_are_of_the_flops_of_all_products():
     """hidden 256, 4 heads of 64 and 2 of keys, MLP of 384, 97 words, 2 layers; rows of 31 tokens."""
     model = model_in_fp32()
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    parts = parts_of(model, [name for name in linears if name != "lm_head"], 31)
+    shares = shares_of(model, linears, 31)
     in_layer = {"q": 256 * 256, "k": 128 * 256, "v": 128 * 256, "o": 256 * 256, "mlp": 3 * 384 * 256}
-    attention = 2 * 256 * 16
-    total = 2 * (sum(in_layer.values()) + attention) + 97 * 256
-    assert parts.kinds[0].share == pytest.approx(2 * in_layer["q"] / total)
-    assert parts.layers[0].share == pytest.approx(sum(in_layer.values()) / total)
-
-
-def cost(pattern, linears, share, divergence):
-    return Cost(Part(pattern, tuple(linears), share), 0.0, 0.0, divergence)
+    total = 2 * (sum(in_layer.values()) + 2 * 256 * 16) + 97 * 256
+    assert shares["model.layers.0.self_attn.q_proj"] == pytest.approx(in_layer["q"] / total)
+    in_first = [share for name, share in shares.items() if name.startswith("model.layers.0.")]
+    assert sum(in_first) == pytest.approx(sum(in_layer.values()) / total)
 
 
 def test_the_costliest_for_their_flops_are_proposed_within_the_budget():
     shares = {"a.q": 0.02, "a.k": 0.01, "b.q": 0.02, "b.k": 0.01}
-    costs = [
-        cost("*", shares, 0.06, 9.0),
-        cost("*.q", ["a.q", "b.q"], 0.04, 4.0),
-        cost("*.k", ["a.k", "b.k"], 0.02, 3.0),
-        cost("a", ["a.q", "a.k"], 0.03, 2.5),
-        cost("b", ["b.q", "b.k"], 0.03, 0.0),
-    ]
-    assert propose(costs, shares, 0.02).overrides == {"*.k": "bf16"}
-    both = propose(costs, shares, 0.04)  # q does not fit any more, and of layer a only q is left
-    assert (both.overrides, both.linears) == ({"*.k": "bf16", "a": "bf16"}, ("a.k", "b.k", "a.q"))
-    assert both.share == pytest.approx(0.04)
-    assert propose(costs, shares, 0.06).overrides == {"*.k": "bf16", "*.q": "bf16"}
-    assert propose(costs, shares, 0.005).overrides == {}
+    divergences = {"*": 9.0, "*.q": 4.0, "*.k": 3.0, "a": 2.5, "b": 0.0}
+    parts, costs = parts_of(list(shares)) | {"a": ["a.q", "a.k"], "b": ["b.q", "b.k"]}, []
+    for pattern, divergence in divergences.items():
+        for_flops = divergence / sum(shares[name] for name in parts[pattern])
+        costs.append({"pattern": pattern, "divergence": divergence, "divergence_per_percent_of_flops": for_flops})
+    assert propose(costs, parts, shares, 0.02) == {"*.k": ["a.k", "b.k"]}
+    # q does not fit any more, and of layer a only q is left
+    assert propose(costs, parts, shares, 0.04) == {"*.k": ["a.k", "b.k"], "a": ["a.q"]}
+    assert propose(costs, parts, shares, 0.06) == {"*.k": ["a.k", "b.k"], "*.q": ["a.q", "b.q"]}
+    assert propose(costs, parts, shares, 0.005) == {}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 accelerate launch --config_file zero3.yaml -m ds_fp8 sft.py \
     --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --packing --packing_strategy wrapped \
     --output_dir out/sft
+Adapters alone, whose layers are fused too: --use_peft --lora_target_modules all-linear --learning_rate 2e-4
 """
 
 from datasets import load_dataset

@@ -65,7 +65,8 @@ NAMES = {int: "integer", float: "number", str: "text", tuple: "list", list: "lis
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted keys of a section and of the sections in it, in their order, each with its field."""
     for name, field in section.model_fields.items():
-        inner = field.annotation
+        of_either = (one for one in get_args(field.annotation) if isinstance(one, type) and issubclass(one, BaseModel))
+        inner = next(of_either, field.annotation)
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from keys(inner, f"{prefix}{name}.")
         else:

@@ -24,6 +24,8 @@ from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer,
 from ds_fp8.layers.experts.experts import PRODUCTS
 from ds_fp8.layers.experts.layout import worst_case_rows
 from ds_fp8.layers.head.cross_entropy import LOGITS_BYTES, chunk_tokens, group_tokens
+from ds_fp8.layers.linear.adapters import is_lora
+from ds_fp8.layers.linear.linear import base_of
 from ds_fp8.memory.shapes import BF16, FP32, LayerShape, Workload
 from ds_fp8.train.packed_attention import varlen_attn
 
@@ -34,6 +36,8 @@ WHOLE = 8 * BLOCK
 EMULATED = 40
 """Bytes an element of the product that a fused MLP's backward takes on a CPU, where it is torch's autograd in FP32:
 gate and up 8, act(gate) and the product 8, their gradients and the product's 16, the gradient of gate and up 8."""
+EMULATED_FROZEN = 30
+"""The same where the weights are frozen, and nothing is cast along the tokens."""
 EMULATED_CASTS = 11
 """Bytes an element that casts in both directions take on a CPU, where they compute in FP32."""
 
@@ -86,7 +90,9 @@ def _measured(
     decoder: nn.Module, layer: LayerShape, shared_by: int, grouped: bool, output_is_saved: bool, tokens: int
 ) -> int:
     """Return what the decoder keeps with this layer alone, over what it keeps without any."""
-    layer.module.self_attn.o_proj.input_is_saved = output_is_saved and isinstance(layer.module, FusedDecoderLayer)
+    base_of(layer.module.self_attn.o_proj).input_is_saved = output_is_saved and isinstance(
+        layer.module, FusedDecoderLayer
+    )
     AttentionInterface.register(STAND_IN, functools.partial(_stand_in, (shared_by, grouped, output_is_saved)))
     decoder.config._attn_implementation = STAND_IN
     layers = decoder.layers
@@ -115,12 +121,17 @@ def _saved_bytes(decoder: nn.Module, tokens: int) -> int:
     shared: list[torch.Tensor] = []
     ids = torch.empty(1, tokens, dtype=torch.long, device="meta")
     mask = torch.empty(1, 1, 1, 1, device="meta")  # a finished one: there are no positions to look for documents in
-    handle = decoder.rotary_emb.register_forward_hook(share)
+    handles = [
+        decoder.rotary_emb.register_forward_hook(share),
+        # As every layer but the first has it, also where adapters alone are trained.
+        decoder.get_input_embeddings().register_forward_hook(lambda module, inputs, x: x.requires_grad_()),
+    ]
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     return sum(storage.nbytes() for address, storage in saved.items() if address not in others)
 
 
@@ -176,8 +187,9 @@ def inputs(w: Workload) -> int:
 
 
 def final_norm(w: Workload) -> int:
-    """Return the last hidden state: 4TH in FP32 + 2TH normalised + 4T, and 2TH for the head."""
-    return w.tokens * (w.model.hidden * (FP32 + BF16 + BF16) + FP32)
+    """Return the last hidden state: 4TH in FP32 + 4T, 2TH for the head; normalised 2TH too, if the norm is trained."""
+    normalised = BF16 if any(parameter.trainable for parameter in w.model.outside) else 0
+    return w.tokens * (w.model.hidden * (FP32 + normalised + BF16) + FP32)
 
 
 def loss(w: Workload) -> int:
@@ -190,21 +202,24 @@ def loss(w: Workload) -> int:
         head in BF16   dweight 4VH (2VH of one chunk); then a chunk of logits in BF16 or dweight once more, 2VH
         head in FP8    two casts of the weight 2VH, dlogits of a group cast along its tokens, and of a chunk the logits
                        and another cast 3CV, or dweight in BF16 2VH; of several groups dweight in FP32 4VH, too
+
+    A frozen head has no dweight.
     """
     model, T, V, VH = w.model, w.tokens, w.model.vocabulary, w.model.head_numel
     if not model.loss_without_logits:
         return 3 * FP32 * T * V
     dhidden = BF16 * T * model.hidden
+    trained = VH if w.model.head is None or w.model.head.trainable else 0
     if w.device == "cpu":
-        return dhidden + FP32 * VH + 2 * min(LOGITS_BYTES, FP32 * T * V)
+        return dhidden + FP32 * trained + 2 * min(LOGITS_BYTES, FP32 * T * V)
     in_fp8 = w.fp8.multiplies_head_in_fp8
     chunk = chunk_tokens(T, V, model.hidden, on_gpu=True, in_fp8=in_fp8)
     if in_fp8:
         group = group_tokens(model.hidden, chunk)
-        summed = 4 * VH if group < T else 0
-        return dhidden + summed + 2 * VH + min(T, group) * V + max(3 * min(T, chunk) * V, BF16 * VH)
-    dweight = (FP32 if chunk < T else BF16) * VH
-    return dhidden + dweight + max(BF16 * min(T, chunk) * V, BF16 * VH)
+        summed = 4 * trained if group < T else 0
+        return dhidden + summed + 2 * VH + min(T, group) * V + max(3 * min(T, chunk) * V, BF16 * trained)
+    dweight = (FP32 if chunk < T else BF16) * trained
+    return dhidden + dweight + max(BF16 * min(T, chunk) * V, BF16 * trained)
 
 
 def head_gradient(w: Workload) -> int:
@@ -266,24 +281,32 @@ def _fused_mlp(layer: LayerShape, w: Workload) -> int:
 def _mlp_backward(layer: LayerShape, w: Workload, tokens: int, recomputes: bool) -> int:
     """Return the bytes that backward of a fused MLP allocates for T tokens.
 
-    dy cast twice 2TH, weights transposed 3HF, the product's gradient 2TF and three casts TF(2 + 2 + 1), scales 1/32.
+    dy cast twice 2TH, weights transposed 3HF, the product's gradient 2TF and three casts TF(2 + 2 + 1), scales 1/32. Of
+    frozen weights dy is cast once, TH, and there is one cast, 2TF; adapters read dgate_up 4TF and the product 2TF.
 
     Casts other than 1x128 and 128x128 go through dgate_up 4TF and product 2TF in BF16 first. If it recomputes, gate
     and up are there again: 2TF(1 + 1/32) in FP8, made from 4TF in BF16, or those 4TF. On a CPU the casts are emulated:
     40TF in their place.
     """
     T, H, F = tokens, layer.hidden, layer.mlp.down_proj.in_features
-    gate_up, down = layer.mlp.gate_proj.recipe, layer.mlp.down_proj.recipe
-    dy = _cast(T, H, down.grad_output.granularity) + _cast(H, T, down.grad_output.granularity)
-    casts = _cast(T, 2 * F, gate_up.grad_output.granularity) + _cast(2 * F, T, gate_up.grad_output.granularity)
-    casts += _cast(F, T, down.wgrad_input)
+    linears = [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+    gate, _, down_proj = bases = [base_of(linear) for linear in linears]
+    gate_up, down = gate.recipe, down_proj.recipe
+    dy = _cast(T, H, down.grad_output.granularity)
+    casts = _cast(T, 2 * F, gate_up.grad_output.granularity)
+    frozen = not any(linear.weight.requires_grad for linear in bases)
+    if not frozen:
+        dy += _cast(H, T, down.grad_output.granularity)
+        casts += _cast(2 * F, T, gate_up.grad_output.granularity) + _cast(F, T, down.wgrad_input)
+    of_gate, of_up, of_down = map(is_lora, linears)
+    casts += BF16 * T * F * (2 * (of_gate or of_up) + of_down)
     by_tile = gate_up.casts_by_tile and down.wgrad_input in ("1x128", "128x128")
     through_bf16 = 0 if by_tile and gate_up.weight.granularity != "row" else BF16 * T * 3 * F
     again = 0
     if recomputes:
         again = _cast(T, 2 * F, "1x128") if w.fp8.activations.save == "fp8" else BF16 * T * 2 * F
     if w.device == "cpu":
-        casts, through_bf16 = EMULATED * T * F, 0
+        casts, through_bf16 = (EMULATED_FROZEN if frozen else EMULATED) * T * F, 0
     return dy + 3 * H * F + BF16 * T * F + casts + through_bf16 + again
 
 

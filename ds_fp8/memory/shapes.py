@@ -39,10 +39,11 @@ from ds_fp8.layers.convert import convert
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.selection import multiplies_experts
 from ds_fp8.layers.head.loss import fuse_loss
-from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.linear import FP8Linear, base_of
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.optim.from_config import uses_own_optimizer
-from ds_fp8.train.stage import ModelConfig, resolve_batch
+from ds_fp8.train.adapters import add_adapters
+from ds_fp8.train.stage import Lora, ModelConfig, resolve_batch
 from ds_fp8.train.stored_model import stored_config, stored_model
 
 BF16, FP32 = 2, 4
@@ -248,6 +249,8 @@ def _read(
     preflight.check(configuration)
     model_section = parse_section(ModelConfig, raw.get("model", {}), key="model")
     data = parse_section(DataConfig, raw.get("data", {}), key="data")
+    lora = section_of(raw, "train").get("lora")
+    lora = None if lora is None else parse_section(Lora, lora, key="train.lora")
     if model is None:
         model = _model_config(model_section, section_of(raw, "train"))
     if configuration.stage == 0:
@@ -274,7 +277,7 @@ def _read(
     if data.tokens_per_gpu is not None and length is None:
         rows, tokens = 1, data.tokens_per_gpu * shared_by
     return Workload(
-        model=_cached_shape(model.to_json_string(use_diff=False), type(model), fp8.model_dump_json(), device),
+        model=_cached_shape(model.to_json_string(use_diff=False), type(model), fp8.model_dump_json(), device, lora),
         fp8=fp8,
         gpus=gpus,
         rows=rows,
@@ -345,14 +348,20 @@ def _stage_that_writes(run_dir: str, file: Path) -> Path | None:
 
 
 @lru_cache(maxsize=32)
-def _cached_shape(model_json: str, kind: type[PretrainedConfig], fp8_json: str, device: Device) -> ModelShape:
-    return model_shape(kind.from_dict(json.loads(model_json)), FP8Config.model_validate_json(fp8_json), device)
+def _cached_shape(
+    model_json: str, kind: type[PretrainedConfig], fp8_json: str, device: Device, lora: Lora | None
+) -> ModelShape:
+    return model_shape(kind.from_dict(json.loads(model_json)), FP8Config.model_validate_json(fp8_json), device, lora)
 
 
-def model_shape(config: PretrainedConfig, fp8: FP8Config, device: Device = "cuda") -> ModelShape:
+def model_shape(
+    config: PretrainedConfig, fp8: FP8Config, device: Device = "cuda", lora: Lora | None = None
+) -> ModelShape:
     """Return the shape of the model that `config` describes, trained with `fp8`. No weight is allocated."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        if lora is not None:
+            add_adapters(model, lora)
     if fp8.enabled:
         convert(model, _anywhere(fp8, device))
     loss_without_logits = fp8.fuses_loss and fuse_loss(model).fused
@@ -406,7 +415,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _has_linears(module: nn.Module | None, names: Sequence[str]) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+    return all(isinstance(base_of(getattr(module, name, None)), nn.Linear) for name in names)
 
 
 def _experts_of(mlp: nn.Module | None) -> nn.Module | None:

@@ -29,6 +29,7 @@ from ds_fp8.export.folder import make_savable
 from ds_fp8.graphs.host_checkpoints import keep_on_host
 from ds_fp8.research import munit
 from ds_fp8.train import packed_attention
+from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 from ds_fp8.train.stored_model import (
@@ -197,6 +198,12 @@ def _options(stage: Stage) -> dict[str, Any]:
 
 
 def _prepare(stage: Stage, model: torch.nn.Module) -> torch.nn.Module:
+    if stage.train.lora is not None:
+        if munit.is_munit(model.config):
+            problem = "munit scaling trains all weights, and adapters have no scaling of its kind"
+            raise UserError(problem, key="train.lora", remedy="remove train.lora")
+        torch.manual_seed(stage.train.seed)
+        add_adapters(model, stage.train.lora)
     if stage.model.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if stage.model.activation_checkpointing == "offload":

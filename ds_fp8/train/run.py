@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from deepspeed import comm as dist
 from safetensors import SafetensorError
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import ds_fp8
 from ds_fp8.cluster import watchdog
@@ -34,12 +35,14 @@ from ds_fp8.data.token_store import tokenizer_identity
 from ds_fp8.export.folder import make_readable
 from ds_fp8.monitor.records import layers_in_bf16
 from ds_fp8.train import processes, resume
+from ds_fp8.train.adapters import with_adapters_merged
 from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.loop import TrainingLoop
 from ds_fp8.train.metrics import MetricsLog, TokeniserProgress, read_metrics, summarise
 from ds_fp8.train.model import build_sharded_model, load_model_config, parameters_to_train
 from ds_fp8.train.processes import Interrupt, Interrupted
 from ds_fp8.train.run_folder import (
+    ADAPTER,
     CONFIG,
     METRICS,
     MODEL,
@@ -184,11 +187,17 @@ def write_result(
             remove(part)
             # Otherwise a model of chats goes on behind its answer.
             engine.module.generation_config.eos_token_id = stop_tokens(tokenizer, stage.data.format == "chat")
-            engine.module.save_pretrained(part, state_dict=state)
+            if stage.train.lora is None:
+                engine.module.save_pretrained(part, state_dict=state)
+            else:
+                _save_adapters(engine.module, state, part)
             misread = save_tokenizer(tokenizer, part)
             make_readable(part)
             # Flushed before the rename: a model folder under its final name is on the disk as a whole.
             flush_tree(part)
+            if stage.train.lora is not None:
+                remove(final.with_name(ADAPTER))
+                (part / ADAPTER).rename(final.with_name(ADAPTER))
             remove(final)
             part.rename(final)
             flush(final.parent)
@@ -218,6 +227,16 @@ def write_result(
         content = {**result, "made": _made(stage, engine.device, first_step)}
         write_atomically(stage.run_dir / RESULT, json.dumps(content, indent=2) + "\n")
     return result
+
+
+def _save_adapters(model: PreTrainedModel, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write the model with its adapters merged into `folder`, and into folder/adapter what PEFT loads."""
+    model.save_pretrained(folder / ADAPTER, state_dict=state)
+    model._hf_peft_config_loaded = False  # by which save_pretrained knows adapters, and writes nothing else
+    try:
+        model.save_pretrained(folder, state_dict=with_adapters_merged(model, state))
+    finally:
+        model._hf_peft_config_loaded = True
 
 
 def _made(stage: Stage, device: torch.device, first_step: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 run_dir/config.json                      the stage as it was started
 run_dir/checkpoints/step_N/              DeepSpeed's checkpoint after N steps, with its manifest (checkpoints.py)
 run_dir/checkpoints/step_N.part/         one that is being written (saving.py)
-run_dir/metrics.jsonl, result.json, model/
+run_dir/metrics.jsonl, result.json, model/, adapter/
 run_dir/run.lock                         locked by the run in the folder
 """
 
@@ -29,6 +29,7 @@ from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 
 CHECKPOINTS, CONFIG, METRICS, MODEL, RESULT = "checkpoints", "config.json", "metrics.jsonl", "model", "result.json"
+ADAPTER = "adapter"
 LOCK = "run.lock"
 
 # What a rerun may change: how long, where, and what is measured and written. All else would make it another run.

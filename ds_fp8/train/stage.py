@@ -131,6 +131,23 @@ class ModelConfig(Section):
         return value
 
 
+class Lora(Section):
+    """Adapters (PEFT's LoRA) that are trained in place of the model's weights."""
+
+    r: int = Field(16, gt=0)
+    """Rank of every adapter. Without the section `lora` all weights are trained."""
+    alpha: float = Field(32.0, gt=0)
+    """An adapter's product is multiplied by alpha / r."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linears that get adapters, such as ["q_proj"]; all-linear: all but the head."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's input that is dropped in training.
+
+    Every adapter has a mask of its own, of which a byte an element is kept."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(r) instead (arXiv 2312.03732)."""
+
+
 class TrainConfig(Section):
     """Length of the training, its starting point, and the files it writes."""
 
@@ -144,6 +161,8 @@ class TrainConfig(Section):
 
     The state is weights, optimizer and position in the data. A run_dir stands for its newest checkpoint. To resume the
     same run, start the same command again."""
+    lora: Lora | None = None
+    """Train adapters beside frozen weights; model/ then holds the sum of both, adapter/ what PEFT loads."""
     steps: int | None = Field(None, gt=0)
     """Optimizer steps."""
     epochs: float | None = Field(None, gt=0)

@@ -34,6 +34,13 @@ CASES = {
     },
     "one linear in FP8": {"linear": {"skip": ["lm_head", "mlp", "v_proj", "o_proj", "q_proj"]}},
 }
+ADAPTERS = {
+    "all linears": ({}, {}),
+    "with dropout": ({"dropout": 0.1}, {}),
+    "attention": ({"targets": ["q_proj", "o_proj"]}, {}),
+    "linear by linear": ({"dropout": 0.1}, {"fuse": "off"}),
+    "bf16": ({}, {"enabled": False}),
+}
 SHARED_EXPERT = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 384}
 DECODED, MULTIPLIED = {"linear": {"expert_products": "bf16"}}, {"linear": {"expert_products": "fp8"}}
 EXPERTS = {
@@ -48,10 +55,11 @@ SLIDING = {"model_type": "gemma3_text", "head_dim": 64, "sliding_window": 64}
 
 
 def of_decoder(w):
-    """What the decoder keeps: its layers, its norm without the head's input, ids, cos and sin."""
+    """What the decoder keeps: its layers, its norm without the head's input, ids where they are learnt, cos and sin."""
     of_layers = sum(activations.kept(layer, w) for layer in w.model.layers)
     norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden
-    return of_layers + norm + 8 * w.tokens + 4 * w.tokens * w.model.layers[0].head_dim
+    ids = 8 * w.tokens * any(parameter.trainable for parameter in w.model.outside)
+    return of_layers + norm + ids + 4 * w.tokens * w.model.layers[0].head_dim
 
 
 def measured_and_estimated(raw, rows, length, device="cuda"):
@@ -66,6 +74,13 @@ def measured_and_estimated(raw, rows, length, device="cuda"):
 @pytest.mark.parametrize("section", CASES.values(), ids=CASES)
 def test_layers_keep_what_the_measured_ones_do(section):
     raw = workloads.stage(fp8=section, zero_optimization={"stage": 3})
+    kept, expected = measured_and_estimated(raw, 2, 128)
+    assert kept == expected
+
+
+@pytest.mark.parametrize(("lora", "section"), ADAPTERS.values(), ids=ADAPTERS)
+def test_layers_with_adapters_keep_what_the_measured_ones_do(lora, section):
+    raw = workloads.stage(fp8=section, zero_optimization={"stage": 3}, train={"lora": lora})
     kept, expected = measured_and_estimated(raw, 2, 128)
     assert kept == expected
 

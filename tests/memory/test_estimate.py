@@ -28,6 +28,9 @@ CASES = {
         "fp8": {"activations": {"mlp_tile_tokens": 256}},
         "data": {"sequence_length": 4 * LENGTH},
     },
+    "adapters": {"train": {"lora": {"r": 8}}},
+    "adapters of some linears": {"train": {"lora": {"targets": ["q_proj", "down_proj"], "dropout": 0.1}}},
+    "adapters in BF16": {"train": {"lora": {}}, "fp8": {"enabled": False}},
     "scales by tensor": {"fp8": {"preset": "fp8lm_o2"}},
     "and FP16 masters": {"fp8": {"preset": "fp8lm_o3"}},
     "gradients kept in BF16": {"data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 1},
@@ -50,7 +53,9 @@ def measured(raw):
     if raw["model"].get("activation_checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     config = {key: value for key, value in raw.items() if key not in ("model", "data", "train")}
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = ds_fp8.initialize(
+        model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config
+    )[0]
     length = raw["data"]["sequence_length"]
     ids = torch.randint(0, 97, (ROWS, length))
     positions = torch.arange(length).expand(ROWS, length).contiguous()

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_fp8.config.presets import merge
+from ds_fp8.train import Lora
+from ds_fp8.train.adapters import add_adapters
 from tests.corpus import DOCUMENTS
 
 MODEL = {
@@ -60,7 +62,11 @@ def model_of(raw: dict[str, Any], device: str = "cpu") -> nn.Module:
     torch.manual_seed(0)
     options = {"dtype": torch.bfloat16, "attn_implementation": raw["model"]["attn_implementation"]}
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, **options).train()
+        model = AutoModelForCausalLM.from_config(config, **options).train()
+        if "lora" in raw["train"]:
+            add_adapters(model, Lora(**raw["train"]["lora"]))
+            model.enable_input_require_grads()
+        return model
 
 
 def kept_bytes(model: nn.Module, rows: int, length: int) -> int:

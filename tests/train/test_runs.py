@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,8 +26,10 @@ from ds_fp8.data.rows import rows_of_step
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.model import build_model, load_model_config
+from ds_fp8.train.resume import inspect_run
 from ds_fp8.train.stage import learning_rate_factor
 from tests.corpus import CHATS
+from tests.numerics import error
 
 TRAINING = ("step", "loss", "learning_rate", "gradient_norm", "skipped_steps", "validation_loss", "exact_match")
 
@@ -152,6 +156,53 @@ def token_mean_loss(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]])
         total += torch.nn.functional.cross_entropy(logits[:-1], labels, ignore_index=-100, reduction="sum").item()
         count += (labels != -100).sum().item()
     return total / count
+
+
+def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ranks, tmp_path, cache_home):
+    tiny["train"] |= {"lora": {"r": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj", "down_proj"]}, "save_every": 2}
+    tiny["optimizer"]["params"]["lr"] = 1e-2
+    file, run_dir = write(tiny), tmp_path / "parts"
+    ranks(2, train_on_these_ranks, file, run_dir, 2, str(cache_home))
+    assert (run_dir / "adapter" / "adapter_config.json").is_file()
+    for folder in (run_dir, tmp_path / "whole"):
+        ranks(2, train_on_these_ranks, file, folder, 4, str(cache_home))
+    stage = load_stage(file)
+    stage = replace(stage, train=stage.train.model_copy(update={"lora": None}))
+    base = build_model(stage, load_model_config(stage, build_tokenizer(stage.data)))
+    names = base.state_dict().keys()
+    merged = AutoModelForCausalLM.from_pretrained(run_dir / "model").eval()
+    adapted = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
+    assert adapted.peft_config["default"].r == 4
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        found, expected = (model(input_ids=ids).logits.float() for model in (merged, adapted))
+        with adapted.disable_adapter():
+            untrained = adapted(input_ids=ids).logits.float()
+    assert error(found, expected) < 0.01
+    assert error(untrained, expected) > 0.05
+    assert merged.state_dict().keys() == names
+    of_runs = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (run_dir, tmp_path / "whole")]
+    assert len(of_runs[0]) == 2 * 3 * 2
+    assert all(torch.equal(of_runs[0][name], of_runs[1][name]) for name in of_runs[1])
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["final_loss"] < result["first_validation_loss"]
+    with pytest.raises(UserError, match=r"train\.lora\.r = 4, not 8"):
+        inspect_run(load_stage(file, [f"train.run_dir={run_dir}", "train.lora.r=8"], world=2))
+
+
+@pytest.mark.parametrize(
+    ("lora", "key"), [({"targets": ["nothing"]}, "train.lora.targets"), ({"rank": 3}, "train.lora.rank")]
+)
+def test_wrong_adapters_are_refused_by_key(tiny, write, lora, key):
+    tiny["train"]["lora"] = lora
+
+    def build():
+        stage = load_stage(write(tiny))
+        return build_model(stage, load_model_config(stage, build_tokenizer(stage.data)))
+
+    with pytest.raises(UserError) as refused:
+        build()
+    assert refused.value.key == key
 
 
 def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, write, ranks, tmp_path, cache_home):

@@ -57,18 +57,7 @@ def residual_scale(scale: torch.Tensor) -> torch.Tensor:
 def residual_codes(
     values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, row_scale: torch.Tensor, format: str
 ) -> torch.Tensor:
-    """Return the cast of what a cast lost: cast((values - codes * scale) / row_scale).
-
-    Args:
-        values: Numbers [N, C] in high precision.
-        codes: Their codes [N, C].
-        scale: FP32 [N, C], the scale of each code.
-        row_scale: FP32 [N, 1], the scale of each result.
-        format: Name of the number format.
-
-    Returns:
-        Codes [N, C].
-    """
+    """Return codes of what a cast of values [N, C] lost: cast((values - codes * scale) / row_scale [N, 1])."""
     return _cast_in_units(values.float() - decode(codes) * scale, row_scale, format)
 
 
@@ -82,15 +71,9 @@ def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Te
 
 
 def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
-    """Return a weight with its outlier block.
+    """Return a weight [N, K] in 128x128 blocks with its outlier block: [cast(w) | residual, cast(w_O)], [N, P + 128 B].
 
-    Args:
-        w: [N, K] in 128x128 blocks.
-        residual: Codes [N, C] of its columns' residuals, in units of `residual_scale`.
-        channels: int32 [C], ascending.
-
-    Returns:
-        [N, P + 128 B], [cast(w) | residual, cast(w_O)].
+    residual: codes [N, C] of its columns' residuals, in units of `residual_scale`; channels: int32 [C], ascending.
     """
     if w.data.device.type == "cuda":
         from ds_fp8.casts.outliers_triton import extend_weight_tiles
@@ -126,17 +109,9 @@ def extend_input(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """Return an input with its outlier block.
+    """Return a cast of `source` [T, K] times its factors with its outlier block: [cast(x) | cast([x_O | r(x_O)])].
 
-    Args:
-        x: [T, K] in 1x128 groups, the cast of `source` times its factors.
-        source: [T, K] in high precision.
-        channels: int32 [C], ascending.
-        row_factor: [T] that rows were multiplied by before the cast, or None.
-        column_factor: [K] that columns were multiplied by then, or None.
-
-    Returns:
-        [T, P + 128 B], [cast(x) | cast([x_O | r(x_O)])].
+    channels: int32 [C], ascending; row_factor [T] and column_factor [K] as of `quantize`.
     """
     if x.data.device.type == "cuda":
         from ds_fp8.casts.outliers_triton import extend_input_tiles

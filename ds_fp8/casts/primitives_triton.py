@@ -100,7 +100,7 @@ def to_fp8(x, reciprocal, dtype: tl.constexpr):
 
 @triton.jit
 def spacing_of(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
-    """Return the spacing around x of the numbers of a format with this machine epsilon and smallest subnormal number."""
+    """Return the spacing around x of the numbers of a format of this machine epsilon and smallest subnormal number."""
     # The exponent bits alone are the largest power of two not above |x|: the numbers of a binade are equally far apart.
     binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.maximum(binade * EPSILON, SUBNORMAL)
@@ -149,25 +149,11 @@ def store_cast(
 ):
     """Cast a tile and store it in a result [num_across, num_along] whose contraction lies along `AXIS` of the tile.
 
-    Args:
-        tile: FP32 numbers, [across, along] where AXIS is 1, else [along, across].
-        along: Indices of the tile's elements in the contraction.
-        across: Indices of the tile's elements in the other dimension of the result.
-        num_along: Length of the contraction.
-        num_across: Length of the other dimension.
-        data: Pointer to the result's codes, contiguous along the contraction.
-        pitch: Codes from one row of the result to the next.
-        scale: Pointer to the result's scales.
-        amax: Pointer to the amax bits of every row across (ROW) or of the whole tensor; not read by GROUP and TILE.
-        scale_along: Stride of the scales per group along.
-        scale_across: Stride of the scales per row across, of TILE per block of rows.
-        AXIS: Axis of the tile that is the contraction.
-        MODE: What shares a scale: GROUP, TILE, ROW or TENSOR.
-        DTYPE: Dtype of the codes.
-        LARGEST: Largest number of the format.
-        SMALLEST: Smallest scale.
-        POW2: Whether scales are powers of two.
-        EVEN: Whether the tile lies inside the result.
+    tile: FP32, [across, along] where AXIS is 1, else [along, across], which are the indices of its elements in the
+    result. data, pitch: Codes, contiguous along the contraction, and their number from one row to the next. amax: Bits
+    of every row across (ROW) or of the whole tensor; not read by GROUP and TILE. scale_along, scale_across: Strides of
+    the scales per group along, and per row across (TILE: per block of rows). EVEN: Whether the tile lies inside the
+    result.
     """
     #     bits[r]  = max over the group of |tile[r, :]|      GROUP and TILE: the tile holds whole groups
     #     scale, d = scale_of(bits)
@@ -307,18 +293,10 @@ def is_even(*lengths: int) -> bool:
 def empty_result(
     rows: int, columns: int, format: str, granularity: str | None, scale: str, device: torch.device, room: int = 0
 ) -> QuantizedTensor | None:
-    """Return a QuantizedTensor [rows, columns] in the layout that kernels write and GEMMs read; None without granularity.
+    """Return an uninitialised QuantizedTensor [rows, columns] in the layout that kernels write and GEMMs read.
 
-    It is uninitialised, except that scales of no elements are 1.
-
-    Args:
-        rows: Length of the result's first dimension.
-        columns: Length of its contraction.
-        format: Name of the number format.
-        granularity: What shares a scale, or None.
-        scale: Type of the scales.
-        device: Device of the result.
-        room: Codes behind every row, whole blocks, in memory alone: with "1x128" a view of a wider operand results.
+    None without granularity; scales of no elements are 1. room: codes behind every row, whole blocks, in memory alone:
+    with "1x128" a view of a wider operand results.
     """
     if granularity is None:
         return None

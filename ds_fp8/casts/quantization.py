@@ -139,21 +139,17 @@ def quantize(
     """Cast a floating point tensor of any shape, with scales from its own amax.
 
     Args:
-        x: Floating point, of any shape; a matrix for blocks such as "128x128" and for factors.
-        format: "e4m3", "e5m2" or another name of config.formats.FORMATS.
+        x: Floating point; a matrix for blocks such as "128x128" and for factors.
+        format: A name of config.formats.FORMATS.
         granularity: Elements that share a scale: "tensor", "row" (the last dimension), "1x128" (128 elements along the
             last dimension), "128x128", or groups and blocks of other sizes. Ragged edges are groups of their own.
-        scale: "pow2" (powers of two), "fp32", or another name of config.formats.SCALE_TYPES.
+        scale: A name of config.formats.SCALE_TYPES.
         row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
         column_factor: [K], multiplied into its columns after that.
         room: Codes, whole blocks, that kernels leave free behind every row of a matrix cast per 1x128, for outlier
             blocks (outliers.py). The result is then a view of a wider operand; on a CPU it never is.
 
-    Returns:
-        The cast, of the shape of x; a group that holds Inf or NaN is NaN as a whole.
-
-    Raises:
-        ValueError: For an unknown option, or a shape that the granularity does not fit.
+    A group that holds Inf or NaN is NaN as a whole. Raises ValueError for unknown words and shapes that do not fit.
     """
     # Kernels take matrices. Leading dimensions are joined, which changes groups of 128x128 alone.
     if x.device.type == "cuda" and is_native(format, granularity, scale) and x.dim():
@@ -193,9 +189,6 @@ def quantize_both(
     """Cast a matrix x [M, K] for both of its products in one pass: [M, K] along K and [K, M] along M.
 
     Arguments are those of `quantize`, `room` of the first result; a result whose granularity is None is not made.
-
-    Raises:
-        ValueError: For an unknown option, or an x that is no matrix.
     """
     _check_words(format, scale)
     if x.dim() != 2:
@@ -217,7 +210,6 @@ def transpose(q: QuantizedTensor, matrices: int = 1) -> QuantizedTensor:
     """Return the transposed matrix with its bytes copied to lie contiguous along the other dimension.
 
     Where q stacks several matrices of equal shape along its rows, each is transposed: [matrices * K, M / matrices].
-    Raises ValueError for granularities that cannot be transposed without casting again.
     """
     if matrices == 1:
         turned = q.t()

@@ -84,9 +84,8 @@ def reads_transposed(backend: str) -> bool:
 def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str:
     """Return the backend that `name`, or "auto" for the first able one, stands for on this machine.
 
-    Raises:
-        UserError: The named backend is unknown, or cannot run them; with the reason and what can. Also where "auto"
-            finds none but the emulation on a machine with a GPU, unless the casts are emulated whatever multiplies.
+    Raises UserError where the named backend is unknown or cannot run the products, and where "auto" finds none but the
+    emulation on a machine with a GPU, unless the casts are emulated whatever multiplies.
     """
     products = list(products)
     if name == "auto":
@@ -157,10 +156,8 @@ def scaled_matmul(
 ) -> torch.Tensor:
     """Multiply a [M, K] by b [N, K] transposed; sum in FP32 and round once.
 
-    `fast_accumulation` lets Hopper's tensor cores sum tensor- and row-wise products in fewer bits.
-
-    Raises:
-        ValueError: The shapes do not fit, or the backend does not multiply such operands.
+    `fast_accumulation` lets Hopper's tensor cores sum tensor- and row-wise products in fewer bits. Raises ValueError
+    where shapes do not fit, or the backend does not multiply such operands.
     """
     if a.data.dim() != 2 or b.data.dim() != 2:
         raise ValueError(f"operands must be matrices, got a {tuple(a.shape)} and b {tuple(b.shape)}")

@@ -94,13 +94,9 @@ def multiplies_groups() -> bool:
 
 
 def grouped_matmul(a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor, groups: int) -> torch.Tensor:
-    """Multiply the rows a [R, K] of each group by its matrix of b [groups * N, K], transposed: BF16 [R, N].
+    """Multiply the rows a [R, K] of each group, cast 1x128, by its matrix of b [groups * N, K], cast 128x128, in BF16.
 
-    Args:
-        a: Cast 1x128.
-        b: Cast 128x128.
-        of_tile: int32 [R/128], the group of each 128 rows; the result of those with -1 is undefined.
-        groups: Number of groups.
+    of_tile: int32 [R/128], the group of each 128 rows; the result of those with -1 is undefined.
     """
     product = Product(a.shape[0], b.shape[0] // groups, a.shape[1], groups)
     matrices = b.data.contiguous().view(groups, product.columns, product.contraction)

@@ -51,20 +51,10 @@ def grouped_matmul(
     backend: str = "reference",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Multiply the rows of each group by its own matrix, transposed; sum in FP32 and round once.
+    """Multiply the rows of each group of a [R, K], cast 1x128, by its own matrix of b [G * N, K], cast 128x128: [R, N].
 
-    Args:
-        a: [R, K], cast 1x128; zeros in rows that belong to no group.
-        b: [G * N, K], cast 128x128: the matrices [N, K] of all groups, stacked.
-        groups: The rows of each group.
-        backend: A key of gemm.BACKENDS; all but "reference" and "deep_gemm" mean the Triton kernel.
-        out_dtype: Dtype of the result.
-
-    Returns:
-        [R, N]; zeros in rows that belong to no group.
-
-    Raises:
-        ValueError: The operands cannot be multiplied by group, or their shapes do not fit.
+    Rows of no group are zeros, in a and in the result. All backends but "reference" and "deep_gemm" mean the Triton
+    kernel. Raises ValueError where operands cannot be multiplied by group, or do not fit.
     """
     rows, contraction = a.shape
     number = len(groups.counts)
@@ -95,20 +85,9 @@ def grouped_wgrad(
     backend: str = "reference",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Multiply two matrices over the rows of each group; sum in FP32 and round once.
+    """Multiply dy [N, R] and x [K, R], both cast along the rows, over the rows of each group: [G, N, K].
 
-    Args:
-        dy: [N, R], the output gradient cast 1x128 along the rows; zeros for rows that belong to no group.
-        x: [K, R], the input cast 128x128 or 1x128 along the rows.
-        groups: The rows of each group.
-        backend: A key of gemm.BACKENDS; all but "reference" mean the Triton kernel.
-        out_dtype: Dtype of the result.
-
-    Returns:
-        [G, N, K]; zeros of groups without rows.
-
-    Raises:
-        ValueError: The operands cannot be multiplied by group, or their shapes do not fit.
+    Rows of no group are zeros in dy. dy is cast 1x128, x 128x128 or 1x128. Backends and errors as of grouped_matmul.
     """
     (features, rows), inputs = dy.shape, x.shape[0]
     _check(dy, x, groups, rows)

@@ -143,7 +143,6 @@ def multiply_along_rows(
 
 
 def zero_unused_tiles(result: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
-    """Write zeros into the rows of a result [R, N] whose tiles belong to no group, and return it."""
     columns = result.shape[1]
     _zero_unused_tiles[columns // BLOCK, len(of_tile)](result, of_tile, N=columns, num_warps=4)
     return result

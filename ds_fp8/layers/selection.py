@@ -77,12 +77,9 @@ def of_listed_expert(name: str) -> bool:
 
 
 def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = None) -> dict[str, str]:
-    """Return by name why linear layers stay in BF16; all others can run in FP8.
+    """Return by name why linear layers of a model, converted or not, stay in BF16; all others can run in FP8.
 
-    Args:
-        model: any module, before or after a conversion, wrapped by PEFT or not.
-        linear: its `skip` and `overrides` count. "lm_head" in `skip` also means a head of another name.
-        filter: called with the name and the layer of all that these two leave; False keeps it in BF16.
+    "lm_head" in `skip` also means a head of another name. filter is called with all that `skip` and `overrides` leave.
     """
     layers, parents = linear_layers(model), dict(model.named_modules())
     in_bf16, head, narrow = _in_bf16(layers, linear), _head(model), _narrowest(layers)

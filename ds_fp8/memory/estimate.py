@@ -188,12 +188,8 @@ def estimate(
 ) -> Estimate:
     """Return the memory that the stage in `config` takes on each of `gpus` GPUs, from the JSON and the model's shape.
 
-    Args:
-        config: A stage, as a file or a mapping; any DeepSpeed configuration if `model` and `sequence_length` are given.
-        gpus: Number of ranks; WORLD_SIZE or 1 by default.
-        model: A Hugging Face configuration, in place of the stage's.
-        sequence_length: Tokens of a row, in place of the stage's.
-        device: What the ranks compute on, "cuda" or "cpu".
+    config: a stage, or any DeepSpeed configuration if `model` (a Hugging Face configuration) and `sequence_length`
+    (tokens of a row) are given, which take the place of the stage's. gpus: WORLD_SIZE or 1 by default.
     """
     return estimate_workload(
         read_workload(config, gpus=gpus, model=model, sequence_length=sequence_length, device=device)

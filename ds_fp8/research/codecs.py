@@ -61,12 +61,9 @@ def numbers(codec: TableCodec, device: torch.device, dtype: torch.dtype) -> torc
 
 
 def _cells(limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many of `limits` lie below all magnitudes with the same upper 16 bits, and the next limit.
+    """Return by upper 16 bits how many of `limits` lie below all magnitudes with them, and the next limit: [32768].
 
     No two limits may lie between the same two neighbours in BF16, which is what those bits are.
-
-    Returns:
-        By those bits, int64 [32768] and FP32 [32768].
     """
     smallest = (torch.arange(2**15, dtype=torch.int32) << 16).view(torch.float32)
     index = torch.bucketize(smallest, limits)
@@ -79,11 +76,7 @@ def _just_below(numbers: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache
 def _nearest_cells(codec: TableCodec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the code of the smallest magnitude with the same upper 16 bits, and where the next code begins.
-
-    Returns:
-        By those bits, the sign among them, uint8 [65536] and the magnitude beyond which the code is one more, FP32.
-    """
+    """Return by upper 16 bits the code of the smallest magnitude with them, and where the next one begins."""
     limits = midpoints(codec, torch.device("cpu"))
     # On a midpoint with an odd index below it the even one above it is nearest.
     limits = torch.where(torch.arange(len(limits)) % 2 == 1, _just_below(limits), limits)
@@ -127,16 +120,7 @@ def encode_reference(x: torch.Tensor, codec: TableCodec) -> torch.Tensor:
 
 
 def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, codec: TableCodec) -> torch.Tensor:
-    """Return codes of FP32 numbers x, of one of the two neighbours each, with chances that keep the expectation.
-
-    Args:
-        x: FP32, of any shape.
-        draw: Numbers in [0, 1), the shape of x.
-        codec: TableCodec of the codes.
-
-    Returns:
-        uint8 codes, the shape of x.
-    """
+    """Return codes of x, of one of the two neighbours each, with chances that keep the expectation; draw in [0, 1)."""
     magnitudes = numbers(codec, x.device, torch.float32)[: len(codec.magnitudes)]
     magnitude = x.abs().clamp_max(codec.magnitudes[-1])
     count, beyond = _cells_below(codec, x.device)

@@ -37,13 +37,7 @@ def _encode(x, codes, limits, numel, COUNT: tl.constexpr, STEPS: tl.constexpr, B
 
 
 def encode_elements(x: torch.Tensor, limits: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the uint8 codes of FP32 numbers.
-
-    Args:
-        x: FP32, of any shape.
-        limits: FP32, midpoints between the format's magnitudes.
-        bits: Bits of a code.
-    """
+    """Return the uint8 codes of FP32 numbers; limits: FP32 midpoints between the format's magnitudes."""
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     if x.numel():

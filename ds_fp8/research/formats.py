@@ -99,14 +99,6 @@ def scales_of_least_error(x: torch.Tensor, format: str, granularity: str) -> tor
     loses no less there than with p / 2, the largest element, above 3 p, at least (1.5 p)^2 = 2.25 p^2 more, and the
     other 31 have at most 31 (p / 4)^2 = 1.94 p^2 to gain. So this is the projection of least squared error that QuEST
     (arXiv 2502.05003) approximates by a multiple of the group's root mean square, fitted to a normal distribution.
-
-    Args:
-        x: Floating point, of any shape that the granularity fits.
-        format: A name of FORMATS.
-        granularity: As for `quantize`.
-
-    Returns:
-        FP32 of shape `scale_shape(x.shape, granularity)`; 1 where all is 0, NaN where anything is not finite.
     """
     whole = scale_from_amax(group_amax(x, granularity), format, "pow2")
     if x.numel() == 0:
@@ -238,15 +230,7 @@ def cast_matrix(
     column_factor: torch.Tensor | None = None,
     columnwise: bool = False,
 ) -> QuantizedTensor:
-    """Cast a matrix [M, K] along K, or `columnwise` along M, to [K, M].
-
-    Args:
-        x: The matrix, of any floating point dtype.
-        spec: Its cast. The rotation, of x as [M, K], comes after the factors.
-        row_factor: [M], multiplied into the rows before.
-        column_factor: [K], multiplied into the columns after that.
-        columnwise: Whether groups lie along M.
-    """
+    """Cast a matrix [M, K] times its factors, rotated then, along K, or `columnwise` along M, to [K, M]."""
     rounding, rotation = getattr(spec, "rounding", "nearest"), getattr(spec, "rotation", None)
     if rotation is not None:
         x, row_factor, column_factor = rotate(apply_factors(x, row_factor, column_factor), rotation), None, None

@@ -29,20 +29,8 @@ from ds_fp8.optim.adamw import check_hyperparameters
 class Madam(torch.optim.Optimizer):
     """Multiplicative updates of FP32 weights, which afterwards are numbers ±2^(k / steps).
 
-    State of a parameter: exp_avg_sq, FP32 of its shape; mass, FP32 [], what bias correction divides by.
-
-    Args:
-        params: FP32, with dense gradients; under ZeRO DeepSpeed's flat shards.
-        lr: Octaves that a weight moves in a step whose gradient is as large as usual.
-        beta: Decay rate of exp_avg_sq.
-        eps: Added to the root of exp_avg_sq.
-        bound: Largest magnitude of a gradient in units of that root.
-        weight_decay: Octaves that a weight shrinks in a step, in units of lr.
-        steps: Numbers an octave; a power of two.
-        smallest: Least magnitude of a weight.
-
-    Raises:
-        UserError: For options out of range, and in step() for parameters that are not FP32.
+    lr and weight_decay are octaves (of lr) in a step, bound is the largest gradient in units of the root of exp_avg_sq,
+    smallest the least magnitude of a weight. State: exp_avg_sq, and mass, FP32 [], what bias correction divides by.
     """
 
     def __init__(
@@ -75,7 +63,6 @@ class Madam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step over all parameters that have gradients; return what `closure`, called first, returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -54,12 +54,7 @@ def register() -> None:
 
 
 def parameter_groups(model: PreTrainedModel, learning_rate: float) -> list[dict[str, Any]]:
-    """Return groups for an Adam: the matrices of the layers by their fan_in, and all other parameters.
-
-    Args:
-        model: Model of one of MODEL_TYPES, also with parameters that ZeRO-3 has partitioned.
-        learning_rate: That of embedding, head, norms and biases, and of the matrices at the base width.
-    """
+    """Return groups for an Adam: the layers' matrices by their fan_in, all other parameters at `learning_rate`."""
     base = model.config.munit_base_width
     rates = {
         id(linear.weight): learning_rate * sqrt(base / linear.in_features)

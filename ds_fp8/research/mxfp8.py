@@ -126,9 +126,7 @@ class Operand:
 def operand(q: QuantizedTensor, columnwise: bool) -> Operand:
     """Return a matrix [R, K] with power-of-two scales of 1x128 or 128x128 as an MXFP8 operand of the same numbers.
 
-    Args:
-        q: The matrix.
-        columnwise: Whether memory is to hold its transpose; nothing is copied if it does so already.
+    columnwise: whether memory is to hold its transpose; nothing is copied if it does so already.
     """
     # Codes of the transpose are the same bytes, and scales of blocks the same numbers the other way round.
     codes, scales = q.data.view(torch.uint8), _scales(q)

@@ -105,9 +105,8 @@ def note_whole(mask: torch.Tensor, ones: bool) -> None:
 def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
     """Return where documents end, int32 [most + 1] whose last value is repeated, without waiting for the device.
 
-    Args:
-        begins: bool [rows, tokens]: which tokens are the first of a document; the first of every row is.
-        most: A bound of the number of documents. Nothing checks it: of more, the last ones are lost.
+    begins: bool [rows, tokens], the first token of each document, that of every row among them. most: a bound of their
+    number, which nothing checks: of more, the last ones are lost.
     """
     document = begins.reshape(-1).cumsum(0, dtype=torch.int32)  # of every token, from 1
     numbers = torch.arange(1, most + 2, dtype=torch.int32, device=begins.device)
@@ -117,13 +116,9 @@ def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def ends_of(positions: torch.Tensor) -> torch.Tensor | None:
-    """Return where the documents of rows end, or None where every row is one; the host waits for the device.
+    """Return where documents of positions int [rows, tokens] end, int32 [documents + 1]; None if every row is one.
 
-    Args:
-        positions: int [rows, tokens]; a document begins where they do not count on.
-
-    Returns:
-        int32 [documents + 1], from 0 to rows * tokens.
+    A document begins where positions do not count on. The host waits for the device.
     """
     begins = torch.ones_like(positions, dtype=torch.bool)
     # The first token of a row stays True: no document continues in the next row.
@@ -203,13 +198,7 @@ def by_length(
 ) -> torch.Tensor:
     """Return attention [B, S, heads, D] with long documents in FP8; rows of one document are in FP8 at any length.
 
-    Args:
-        in_fp8: Causal attention over whole rows.
-        in_bf16: Takes besides q, k and v where documents end.
-        query: [B, heads, S, D].
-        key: [B, kv_heads, S, D].
-        value: [B, kv_heads, S, D].
-        ends: int32 [documents + 1] through all rows, or None.
+    ends: int32 [documents + 1] through all rows, or None; `in_bf16` takes them besides q, k and v.
     """
     rows, length = len(query), query.shape[2]
     if ends is None or len(ends) == rows + 1:

@@ -147,12 +147,8 @@ def attend(
 ) -> torch.Tensor:
     """Return the output's codes [B, S, heads, D], in E4M3 with the scale of v, and keep in ctx what backward reads.
 
-    Args:
-        ctx: Of the function of autograd whose forward this is.
-        q: [B, S, heads, D], rotated.
-        k: [B, S, kv_heads, D], rotated as q is, of keys less their mean.
-        v: [B, S, kv_heads, D], of values less their mean.
-        v_norm: max_j ‖v_j‖ of these before the cast.
+    q, k, v: [B, S, heads, D] rotated, [B, S, kv_heads, D] rotated and less their mean, and less their mean. v_norm:
+    max_j ‖v_j‖ of the latter before the cast.
     """
     data, scales = zip(*((x.data, x.scale) for x in (q, k, v)), strict=True)
     o, log_sums = _forward(*data, *scales, scaling, isinstance(implementation, Reference))
@@ -190,10 +186,7 @@ _forward = torch.ops.ds_fp8.attention_forward
 
 
 def find_gradients(ctx: FunctionCtx, do: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the codes, in E5M2, and the scale of dq, dk and dv from the output's gradient [B, S, heads, D].
-
-    `ctx`: what `attend` was given.
-    """
+    """Return codes, in E5M2, and scale of dq, dk and dv from the output's gradient [B, S, heads, D]."""
     *tensors, o, log_sums, v_norm = ctx.saved_tensors
     q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
     saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, ctx.scaling)
@@ -204,16 +197,10 @@ def find_gradients(ctx: FunctionCtx, do: torch.Tensor) -> list[tuple[torch.Tenso
 
 @torch.compiler.disable(reason="cuDNN's FP8 attention stays outside of the graphs of torch.compile")
 def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
-    """Compute causal attention in FP8.
+    """Compute causal attention in FP8 of BF16 q [B, heads, S, D], k and v [B, kv_heads, S, D]: [B, S, heads, D].
 
-    Args:
-        q: Queries [B, heads, S, D], BF16, of any strides; [B, S, heads, D] seen through `transpose` is not copied.
-        k: Keys [B, kv_heads, S, D]; heads is a multiple of kv_heads.
-        v: Values [B, kv_heads, S, D].
-        scaling: Factor of q kᵀ; D^(-1/2) by default.
-
-    Returns:
-        The output [B, S, heads, D] in the dtype of v, differentiable.
+    Of any strides: [B, S, heads, D] seen through `transpose` is not copied. scaling: factor of q kᵀ, D^(-1/2) by
+    default.
     """
     return _Attention.apply(q, k, v, factor_of(q, scaling), implementation_for(q))
 

@@ -50,12 +50,9 @@ def _rotate_tiles(
 def rotate_tiles(
     x: torch.Tensor, matrix: torch.Tensor, axis: int, factor: float, rows: int, dtype: torch.dtype, inverse: bool = False
 ) -> torch.Tensor:
-    """Return x [M, K] multiplied along an axis by the blocks of a tile's matrix, or for `inverse` by its transpose.
+    """Return x [M, K] multiplied along an axis by the blocks of a tile's matrix [128, 128], or `inverse` by its transpose.
 
-    Args:
-        matrix: [128, 128], sqrt(block) R of every block on its diagonal, in the dtype that products are taken in.
-        axis: 1 along the rows of x, 0 along its columns.
-        rows: Of the result: M, padded with zeros to whole blocks along axis 0.
+    rows: of the result, M padded with zeros to whole blocks along axis 0.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()

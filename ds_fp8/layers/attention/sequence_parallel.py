@@ -72,15 +72,10 @@ def exchanged(
 ) -> tuple[torch.Tensor, Any]:
     """Return the output [B, S / P, heads · D] of an attention over whole sequences, of which a rank has slices.
 
-    Args:
-        exchange: As `exchange_of` returns it.
-        attention: The function that makes it.
-        core: What runs inside of the exchange: an attention function whose first argument is the one that ran there
-            before. Its mask is where documents of packed rows end, int32 [documents + 1] through all rows, or None
-            where every row is one document.
-        of_slices: Runs in place of `attention` and `core` where every row is one document.
-        of_documents: The same where documents are long enough for FP8; returns None where none is.
-        options: Of the attention function, with `position_ids` int64 [B or 1, S / P].
+    core runs inside of the exchange, an attention function whose first argument is the one that ran there before; its
+    mask is where documents of packed rows end, int32 [documents + 1] through all rows, or None where every row is one
+    document. of_slices runs in place of it all where every row is one document; of_documents where documents are long
+    enough for FP8, and returns None where none is. options have `position_ids` int64 [B or 1, S / P].
     """
     of_slice, before = options.get("position_ids"), exchange.attn
     groups = getattr(module, "num_key_value_groups", None)
@@ -214,15 +209,10 @@ def _gathered(exchange: UlyssesSPAttentionHF, positions: torch.Tensor) -> torch.
 def _document_ends(
     shape: tuple[int, int], gathered: Callable[[], torch.Tensor | None], noted_on: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return where documents end, int32 [documents + 1] through all rows, or None for rows of one document.
+    """Return where documents end, int32 [documents + 1] through all rows of `shape`, or None for rows of one document.
 
     The host waits for the device in the first layer alone: what was found is noted on the positions of this rank's
-    slice, which are the same tensor in all layers.
-
-    Args:
-        shape: Rows and their tokens, all of them.
-        gathered: Returns the positions of whole rows.
-        noted_on: The positions of this rank's slice.
+    slice, which are the same tensor in all layers. gathered: returns the positions of whole rows.
     """
     if documents.fixed_at() == 0:
         return None  # in the capture of a graph, which the host cannot wait in: all ranks have found so before

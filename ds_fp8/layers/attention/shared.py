@@ -120,14 +120,8 @@ def shared_fp8_attention(
 ) -> torch.Tensor:
     """Compute causal attention in FP8 over whole sequences, of which each rank has consecutive tokens. Collective.
 
-    Args:
-        q: Queries [B, heads, S / P, D] of this rank's tokens, BF16; P divides heads.
-        k: Keys [B, kv_heads, S / P, D]; heads is a multiple of kv_heads, which divides P or is a multiple of it.
-        v: Values, likewise.
-        group: The P ranks, in the order of their tokens.
-
-    Returns:
-        The output [B, S / P, heads · D] in the dtype of v, differentiable.
+    q [B, heads, S / P, D], k and v [B, kv_heads, S / P, D] of this rank's tokens -> [B, S / P, heads · D]. P divides
+    heads; kv_heads divides P or is a multiple of it. group: the P ranks, in the order of their tokens.
     """
     return _SharedAttention.apply(q, k, v, factor_of(q, scaling), implementation_for(q), group)
 
@@ -389,12 +383,10 @@ def shared_documents_attention(
     in_bf16: Callable[..., torch.Tensor],
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention within documents of whole rows, of which each rank has consecutive tokens. Collective.
+    """Compute causal attention within documents, with q, k, v and group as of `shared_fp8_attention`. Collective.
 
-    Args:
-        q: As k, v and group, and the result, of `shared_fp8_attention`.
-        ends: int32 [documents + 1] through all rows: where documents end.
-        in_bf16: Attention of short documents: [1, heads, n, D], twice [1, kv_heads, n, D], ends -> [1, n, heads, D].
+    ends: int32 [documents + 1] through all whole rows. in_bf16: attention of short documents, [1, heads, n, D], twice
+    [1, kv_heads, n, D], ends -> [1, n, heads, D].
     """
     ranks, length = dist.get_world_size(group), q.shape[2]
     calls = documents.calls(ends, length * ranks)

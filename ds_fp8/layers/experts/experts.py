@@ -239,13 +239,9 @@ def _shown(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[N
 def convert_experts(
     model: nn.Module, left: Mapping[str, str], recipe_of: Callable[[str], LinearRecipe], multiply: bool = False
 ) -> ExpertsConversion:
-    """Prepare the experts of a model for a gather in FP8, in place.
+    """Prepare the experts of a model for a gather in FP8, in place; none of them are FP8Experts yet.
 
-    Args:
-        model: None of its experts are FP8Experts.
-        left: Weights that stay in BF16.
-        recipe_of: Returns the recipe of each other one by its name.
-        multiply: Whether their products are to be in FP8 too.
+    left: weights that stay in BF16. multiply: whether their products are to be in FP8 too.
     """
     result = ExpertsConversion(left=dict(left))
     for name, module in model.named_modules():

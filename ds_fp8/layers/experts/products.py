@@ -205,15 +205,9 @@ def expert_products(
     weights: ExpertWeights,
     products: ExpertProducts,
 ) -> torch.Tensor:
-    """Return the sum [T, H] of each token's experts, times the router's weights, in FP8.
+    """Return the sum [T, H] of each token's experts, times the router's weights [T, k], in FP8; x [T, H].
 
-    Experts without tokens get gradients of zeros.
-
-    Args:
-        x: [T, H], the tokens.
-        top_k_index: Integer [T, k], the experts of each token; E or more is none.
-        top_k_weights: [T, k], the router's weight of each.
-        weights: Gathered in FP8 (`weight.fp8_gathered`: [E * N, K] in 128x128 blocks), or in high precision.
-        products: Settings.
+    top_k_index: integer [T, k]; E or more is no expert. Experts without tokens get gradients of zeros. Weights are
+    gathered in FP8 (`weight.fp8_gathered`: [E * N, K] in 128x128 blocks) or in high precision.
     """
     return _ExpertProducts.apply(x, top_k_index, top_k_weights, *weights, products, torch.is_grad_enabled())

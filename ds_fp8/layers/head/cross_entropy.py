@@ -44,16 +44,10 @@ def linear_cross_entropy_reference(hidden: torch.Tensor, weight: torch.Tensor, t
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, recipe: LinearRecipe | None = None
 ) -> torch.Tensor:
-    """Return the summed cross entropy of the logits hidden · weightᵀ. Only its first derivative exists.
+    """Return the summed cross entropy of hidden [T, H] · weightᵀ [V, H], FP32. Only its first derivative exists.
 
-    Args:
-        hidden: [T, H].
-        weight: [V, H], of the same dtype. Autocast applies to both.
-        targets: int64 [T], each below V or IGNORED.
-        recipe: casts the operands of the three products to FP8; None multiplies them as they are.
-
-    Returns:
-        nats, FP32 scalar. Gradients have the dtype of what they belong to; the weight's is summed in FP32.
+    targets: int64 [T], each below V or IGNORED. recipe: casts the operands of the three products to FP8. Autocast
+    applies to hidden and weight; gradients have their dtypes, the weight's is summed in FP32.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden states of {tuple(hidden.shape[:-1])} tokens, targets of {tuple(targets.shape)}")

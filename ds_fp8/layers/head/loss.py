@@ -95,16 +95,12 @@ class LossFusion:
 
 
 def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusion:
-    """Make a model compute its loss without logits, in place, where that gives the same loss and gradients.
+    """Make a model, or what PEFT wraps in it, compute its loss without logits, in place, where that changes nothing.
 
     Given labels the model then returns `loss` and NO_LOGITS, in training by default and with `skip_logits=True`; with
     `skip_logits=False` and without labels nothing changes. The loss is Hugging Face's for causal language models, with
     `num_items_in_batch` and `shift_labels`. Parameters, their names, the names of classes and isinstance stay what they
-    were.
-
-    Args:
-        model: a causal language model, or one wrapped by PEFT, whose base model is changed.
-        recipe: compute the head's products of the loss in FP8; None: in BF16.
+    were. With a recipe the head's products of the loss are in FP8.
     """
     if any(adapter.peft_type == "CPT" for adapter in getattr(model, "peft_config", {}).values()):
         return LossFusion(False, "that of PEFT's CPT, which reads logits")

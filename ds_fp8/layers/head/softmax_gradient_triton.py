@@ -151,13 +151,8 @@ def softmax_gradient_cast(
 ) -> tuple[torch.Tensor, QuantizedTensor | None]:
     """Cast the gradient of logits [C, V] for dgrad and wgrad, without it ever being in memory; C and V are whole tiles.
 
-    Args:
-        wants_row: whether dgrad's operand is wanted.
-        columns: wgrad's operand [V, T], 1x128 along the tokens, whose tokens `offset` to `offset` + C this writes.
-        offset: a multiple of 128.
-
-    Returns:
-        (the losses, FP32 [C]; dgrad's operand [C, V] in groups of 1x128, or None).
+    Returns losses, FP32 [C], and dgrad's operand [C, V] in groups of 1x128 if it is wanted. columns: wgrad's operand
+    [V, T], 1x128 along the tokens, whose tokens `offset`, a multiple of 128, to `offset` + C this writes.
     """
     tokens, vocabulary = logits.shape
     normalisers = torch.empty(tokens, dtype=torch.float32, device=logits.device)

@@ -40,8 +40,15 @@ _WHOLE = "ds_fp8_whole"
 _ENDS = "ds_fp8_document_ends"
 _fixed: int | None = None
 
-Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""[B, heads, S, D], twice [B, kv_heads, S, D] -> [B, S, heads, D]"""
+
+class QKV(NamedTuple):
+    """Operands of attention, whose output is [B, S, heads, D]."""
+
+    q: torch.Tensor
+    """[B, heads, S, D]."""
+    k: torch.Tensor
+    """[B, kv_heads, S, D], as v."""
+    v: torch.Tensor
 
 
 def _noted(tensor: torch.Tensor | None, key: str) -> tuple[Any] | None:
@@ -189,24 +196,21 @@ def calls(ends: torch.Tensor, length: int) -> list[Call]:
 
 
 def by_length(
-    in_fp8: Heads,
-    in_bf16: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor | None,
+    in_fp8: Callable[..., torch.Tensor], in_bf16: Callable[..., torch.Tensor], qkv: QKV, ends: torch.Tensor | None
 ) -> torch.Tensor:
     """Return attention [B, S, heads, D] with long documents in FP8; rows of one document are in FP8 at any length.
 
-    ends: int32 [documents + 1] through all rows, or None; `in_bf16` takes them besides q, k and v.
+    in_fp8 takes q, k and v, in_bf16 QKV and where documents end. ends: int32 [documents + 1] through all rows, or None.
     """
-    rows, length = len(query), query.shape[2]
+    rows, length = len(qkv.q), qkv.q.shape[2]
     if ends is None or len(ends) == rows + 1:
-        return in_fp8(query, key, value)
-    outputs, of_rows = [], calls(ends, length)
-    heads = (_pieces([(call.start, call.stop) for call in of_rows], x) for x in (query, key, value))
-    for call, *of_call in zip(of_rows, *heads, strict=True):
-        outputs.append(in_fp8(*of_call)[0] if call.in_fp8 else in_bf16(*of_call, call.ends)[0])
+        return in_fp8(*qkv)
+    of_rows = calls(ends, length)
+    parts = _pieces([(call.start, call.stop) for call in of_rows], qkv)
+    outputs = [
+        in_fp8(*part)[0] if call.in_fp8 else in_bf16(part, call.ends)[0]
+        for call, part in zip(of_rows, parts, strict=True)
+    ]
     return torch.cat(outputs).unflatten(0, (rows, length))
 
 
@@ -215,9 +219,7 @@ def attention(
     takes_ends: bool,
     module: nn.Module,
     options: Mapping[str, Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: QKV,
     ends: torch.Tensor,
 ) -> torch.Tensor:
     """Return an attention function's output [B, S, heads, D] within documents.
@@ -225,19 +227,19 @@ def attention(
     `takes_ends`: whether the function `before` takes `ends` as its mask; otherwise it is called for each document.
     """
     if takes_ends:
-        return before(module, query, key, value, ends, **options)[0]
+        return before(module, *qkv, ends, **options)[0]
     of_documents = [(start, stop) for start, stop in pairwise(places_of(ends)) if start < stop]
-    heads = (_pieces(of_documents, x) for x in (query, key, value))
-    outputs = [before(module, *own, None, **options)[0][0] for own in zip(*heads, strict=True)]
-    return torch.cat(outputs).unflatten(0, (len(query), query.shape[2]))
+    outputs = [before(module, *part, None, **options)[0][0] for part in _pieces(of_documents, qkv)]
+    return torch.cat(outputs).unflatten(0, (len(qkv.q), qkv.q.shape[2]))
 
 
-def _pieces(places: Sequence[tuple[int, int]], x: torch.Tensor) -> list[torch.Tensor]:
-    """Return [1, heads, n, D] of each piece of x [B, heads, S, D]; pieces are all tokens, in their order."""
+def _pieces(places: Sequence[tuple[int, int]], qkv: QKV) -> Iterator[QKV]:
+    """Return pieces, with S = n and one row, of q, k and v; they are all tokens, in their order."""
+    rows, length = len(qkv.q), qkv.q.shape[2]
     # The gradient of a split is one concatenation; that of a slice is a tensor as large as x, for each piece.
-    lengths = [[stop - start for start, stop in places if start // x.shape[2] == row] for row in range(len(x))]
-    of_rows = zip(x.split(1), lengths, strict=True)
-    return [piece for row, own in of_rows for piece in row.split(own, 2)]
+    sizes = [[stop - start for start, stop in places if start // length == row] for row in range(rows)]
+    parts = [[part for row, own in zip(x.split(1), sizes, strict=True) for part in row.split(own, 2)] for x in qkv]
+    return (QKV(*each) for each in zip(*parts, strict=True))
 
 
 def _runs(places: list[int], length: int) -> Iterator[tuple[int, int]]:

@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.attention import cudnn, documents, sequence_parallel
+from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
 from ds_fp8.layers.attention.shared import shared_documents_attention, shared_fp8_attention
 
@@ -164,19 +165,19 @@ def _attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Output [B, S, heads, D] of queries [B, heads, S, D] and keys and values [B, kv_heads, S, D]."""
+    qkv, takes_ends = QKV(query, key, value), implementation == "packed"
     before = sequence_parallel.without_documents(ALL_ATTENTION_FUNCTIONS[implementation])
     options = {"dropout": dropout, "scaling": scaling, **more}
-    core = functools.partial(_whole_attention, implementation == "packed")
     exchange = sequence_parallel.exchange_of(before)
     if exchange is None:
-        return core(before, module, query, key, value, attention_mask, **options)
+        return _whole_attention(takes_ends, before, module, qkv, attention_mask, **options)
+    core = functools.partial(_whole_attention, takes_ends)
     of_slices = of_documents = None
-    if _why_not(module, not query.is_cuda) is None and _why_not_this_call(query, key, value, None, more) is None:
+    if _why_not(module, not query.is_cuda) is None and _why_not_this_call(qkv, None, more) is None:
         of_slices = functools.partial(shared_fp8_attention, scaling=scaling)
-        of_documents = functools.partial(_shared_documents, implementation == "packed")
+        of_documents = functools.partial(_shared_documents, takes_ends)
     return sequence_parallel.exchanged(
-        exchange, before, core, module, query, key, value, of_slices=of_slices, of_documents=of_documents, **options
+        exchange, before, core, module, qkv, of_slices=of_slices, of_documents=of_documents, **options
     )
 
 
@@ -184,9 +185,7 @@ def _shared_documents(
     takes_ends: bool,
     before: sequence_parallel.Attention,
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: QKV,
     group: dist.ProcessGroup,
     ends: torch.Tensor,
     options: dict[str, Any],
@@ -196,26 +195,23 @@ def _shared_documents(
         return None
     options = {name: value for name, value in options.items() if name != "position_ids"}  # of this rank's slice
 
-    def in_bf16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def in_bf16(part: QKV, ends: torch.Tensor) -> torch.Tensor:
         groups = getattr(module, "num_key_value_groups", None)
-        module.num_key_value_groups = q.shape[1] // k.shape[1]  # of this rank's heads
+        module.num_key_value_groups = part.q.shape[1] // part.k.shape[1]  # of this rank's heads
         try:
-            return documents.attention(before, takes_ends, module, options, q, k, v, ends)
+            return documents.attention(before, takes_ends, module, options, part, ends)
         finally:
             module.num_key_value_groups = groups
 
-    return shared_documents_attention(query, key, value, group, ends, in_bf16, options["scaling"])
+    return shared_documents_attention(*qkv, group, ends, in_bf16, options["scaling"])
 
 
 def _whole_attention(
     takes_ends: bool,
     before: sequence_parallel.Attention,
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: QKV,
     mask: torch.Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, Any]:
@@ -223,38 +219,36 @@ def _whole_attention(
 
     mask: as the implementation before makes it, or where documents end, whether that implementation takes it or not.
     """
-    options = {"dropout": dropout, "scaling": scaling, **more}
+    options = {"scaling": scaling, **more}
     in_bf16 = functools.partial(documents.attention, before, takes_ends, module, options)
-    if _why_not(module, not query.is_cuda) is None:
-        why = _why_not_this_call(query, key, value, mask, more)
+    if _why_not(module, not qkv.q.is_cuda) is None:
+        why = _why_not_this_call(qkv, mask, more)
         if why is None:
             in_fp8 = functools.partial(fp8_attention, scaling=scaling)
-            return documents.by_length(in_fp8, in_bf16, query, key, value, mask), None
+            return documents.by_length(in_fp8, in_bf16, qkv, mask), None
         # Generation and evaluation of padded batches are in BF16 as a matter of course.
         if module.training:
             _warn(why)
     if mask is not None and mask.ndim == 1:
-        return in_bf16(query, key, value, mask), None
-    return before(module, query, key, value, mask, **options)
+        return in_bf16(qkv, mask), None
+    return before(module, *qkv, mask, **options)
 
 
-def _why_not_this_call(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, more: dict[str, Any]
-) -> str | None:
+def _why_not_this_call(qkv: QKV, mask: torch.Tensor | None, more: dict[str, Any]) -> str | None:
     changed = [name for name in CHANGES_SCORES if more.get(name) is not None]
     if changed:
         return f"it is called with {', '.join(changed)}"
     if more.get("is_causal") is False:
         return "it is called with is_causal=False"
-    if query.shape[2] != key.shape[2]:
+    if qkv.q.shape[2] != qkv.k.shape[2]:
         return "there are not as many queries as keys"
-    if query.shape[3] != value.shape[3]:
+    if qkv.q.shape[3] != qkv.v.shape[3]:
         return "heads of keys and of values are not of one size"
-    if query.dtype == torch.float16:
+    if qkv.q.dtype == torch.float16:
         return "it is in FP16, whose range does not hold the scales of gradients"
     if mask is not None and mask.ndim == 1:
         # Where documents end: as many as there are rows are whole rows.
-        if len(mask) == len(query) + 1 or documents.longest(documents.places_of(mask)) >= documents.LONG:
+        if len(mask) == len(qkv.q) + 1 or documents.longest(documents.places_of(mask)) >= documents.LONG:
             return None
         return f"rows hold several documents, all shorter than {documents.LONG} tokens"
     if mask is None:

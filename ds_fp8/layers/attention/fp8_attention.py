@@ -42,7 +42,7 @@ signs spreads it over all features (FlashAttention-3, arXiv 2407.08608, section 
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -101,20 +101,10 @@ def _rotation(features: int) -> Rotation | None:
     return Rotation(features, SEED) if features in ROTATION_BLOCKS else None
 
 
+Implementation = Any
+"""cudnn, or a `Reference` in its place: forward and backward."""
 SMALLEST_BOUND = 2.0**-60
 """Bounds of gradients are no smaller, so that ratios of their scales, and 1 / scale, stay within FP32."""
-
-
-class Implementation(Protocol):
-    """The kernels of an attention, or what computes the same."""
-
-    def forward(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (o [B, S, heads, D] in E4M3 with the scale of v, log_sums)."""
-
-    def backward(self, saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
-        """Return dq, dk and dv of the shapes of q, k and v in E5M2, in units of their scales."""
 
 
 class _Attention(torch.autograd.Function):

@@ -30,17 +30,11 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.layers.attention import documents
+from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.shared import count_sent
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 """An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
-
-OfSlices = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dist.ProcessGroup], torch.Tensor]
-"""[B, heads, S / P, D], twice [B, kv_heads, S / P, D], P ranks -> [B, S / P, heads · D]: it exchanges by itself."""
-
-OfDocuments = Callable[..., torch.Tensor | None]
-"""The same of the attention function inside of the exchange, an attention module, and besides where documents end,
-int32 [documents + 1], and the options."""
 
 
 def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:
@@ -62,12 +56,10 @@ def exchanged(
     attention: Attention,
     core: Callable[..., tuple[torch.Tensor, Any]],
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: QKV,
     *,
-    of_slices: OfSlices | None = None,
-    of_documents: OfDocuments | None = None,
+    of_slices: Callable[..., torch.Tensor] | None = None,
+    of_documents: Callable[..., torch.Tensor | None] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Return the output [B, S / P, heads · D] of an attention over whole sequences, of which a rank has slices.
@@ -82,12 +74,12 @@ def exchanged(
     known = []
     if of_slices is not None and of_slice is not None and _exchanges(exchange, module):
         # All ranks that share rows find the same here, so that all of them go the same way.
-        shape = (len(query), query.shape[2] * exchange.world_size)
+        shape = (len(qkv.q), qkv.q.shape[2] * exchange.world_size)
         known = [_document_ends(shape, functools.partial(_gathered, exchange, of_slice), of_slice)]
         if known[0] is None:
-            return of_slices(query, key, value, exchange.process_group), None
+            return of_slices(*qkv, exchange.process_group), None
         if of_documents is not None:
-            output = of_documents(before, module, query, key, value, exchange.process_group, known[0], options)
+            output = of_documents(before, module, qkv, exchange.process_group, known[0], options)
             if output is not None:
                 return output, None
 
@@ -96,18 +88,18 @@ def exchanged(
     ) -> tuple[torch.Tensor, Any]:
         shape = (len(query), query.shape[2])
         ends = known[0] if known else _document_ends(shape, lambda: more.get("position_ids"), of_slice)
-        return core(before, module, query, key, value, ends, **more)
+        return core(before, module, QKV(query, key, value), ends, **more)
 
     # DeepSpeed's object is one for all layers: its inner attention is replaced for the time of this call.
     exchange.attn = of_whole
     try:
-        output, weights = attention(module, query, key, value, None, **options)
+        output, weights = attention(module, *qkv, None, **options)
     finally:
         exchange.attn = before
         if groups is not None:  # DeepSpeed sets those of this rank's heads, and generation needs those of all
             module.num_key_value_groups = groups
     if _exchanges(exchange, module):
-        _count(exchange, query, key, value, output)
+        _count(exchange, *qkv, output)
     return output, weights
 
 
@@ -125,7 +117,7 @@ def find_documents(name: str, takes_ends: bool) -> None:
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: Any, **options: Any
     ) -> tuple[torch.Tensor, Any]:
         core = functools.partial(_within_documents, takes_ends)
-        return exchanged(exchange, attention, core, module, query, key, value, **options)
+        return exchanged(exchange, attention, core, module, QKV(query, key, value), **options)
 
     keep_to_documents.finds_documents = attention
     ALL_ATTENTION_FUNCTIONS[name] = keep_to_documents
@@ -156,16 +148,14 @@ def _within_documents(
     takes_ends: bool,
     before: Attention,
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: QKV,
     ends: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
     if ends is None:
-        return before(module, query, key, value, None, **options)
+        return before(module, *qkv, None, **options)
     options.pop("position_ids", None)  # of whole rows, which a call of a document has not
-    return documents.attention(before, takes_ends, module, options, query, key, value, ends), None
+    return documents.attention(before, takes_ends, module, options, qkv, ends), None
 
 
 def _exchanges(exchange: UlyssesSPAttentionHF, module: nn.Module) -> bool:

@@ -41,6 +41,7 @@ from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.config.formats import FORMATS
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.cudnn import FORWARD
+from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.fp8_attention import (
     Implementation,
     add_mean_of_values,
@@ -385,8 +386,8 @@ def shared_documents_attention(
 ) -> torch.Tensor:
     """Compute causal attention within documents, with q, k, v and group as of `shared_fp8_attention`. Collective.
 
-    ends: int32 [documents + 1] through all whole rows. in_bf16: attention of short documents, [1, heads, n, D], twice
-    [1, kv_heads, n, D], ends -> [1, n, heads, D].
+    ends: int32 [documents + 1] through all whole rows. in_bf16: attention of short documents,
+    QKV of one row, ends -> [1, n, heads, D].
     """
     ranks, length = dist.get_world_size(group), q.shape[2]
     calls = documents.calls(ends, length * ranks)
@@ -403,7 +404,7 @@ def shared_documents_attention(
         else:
             heads = _ToHeads.apply(split, found, *(_own(x, split, ranks) for x in (q, k, v)))
             found = [
-                in_bf16(*(x.transpose(0, 1)[None] for x in of_call), call.ends)[0]
+                in_bf16(QKV(*(x.transpose(0, 1)[None] for x in of_call)), call.ends)[0]
                 for call, *of_call in zip(some, *map(split.by_call, heads), strict=True)
             ]
             found = _ToOwners.apply(split.by_rank(found), split).transpose(0, 1).flatten(1)

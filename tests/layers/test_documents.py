@@ -21,7 +21,7 @@ def positions_of(rows):
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
 
 
-@pytest.mark.parametrize("more", [0, 1, 17])
+@pytest.mark.parametrize("more", [0, 17])
 @pytest.mark.parametrize("rows", ROWS)
 def test_ends_repeat_the_last_one(rows, more):
     positions = positions_of(rows)

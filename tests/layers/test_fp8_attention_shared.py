@@ -90,30 +90,35 @@ def operands(rows, heads, kv_heads, kind):
     return [x.transpose(1, 2) for x in qkv.bfloat16().split(sizes, 2)], gradient.bfloat16()
 
 
-def attention(rows, heads, kv_heads, kind, codes):
-    """Output and gradients of this rank's tokens, and the bytes that were sent, as seen and as counted."""
-    model = model_of(heads, kv_heads)
-    inputs, gradient = operands(rows, heads, kv_heads, kind)
-    positions = torch.arange(LENGTH).expand(rows, -1)
-    with shared(model, rows, ranks=dist.get_world_size()), contextlib.ExitStack() as stack:
-        if not codes:
-            stack.enter_context(in_bf16())
-        in_fp8(model)
-        module = model.model.layers[0].self_attn
-        function = functools.partial(ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation], module)
-        own_positions = mine(positions, 1).contiguous()
-        q, k, v = leaves = [mine(x, 2).detach().requires_grad_() for x in inputs]
-        seen = stack.enter_context(bytes_sent())
-        counted = exchanges.bytes_sent()
-        output = function(q, k, v, None, position_ids=own_positions)[0]
-        forward = dict(seen)
-        output.backward(mine(gradient, 1).flatten(2))
-        counted, both = exchanges.bytes_sent() - counted, dict(seen)
-        with torch.inference_mode():
-            again = function(q, k, v, None, position_ids=own_positions)[0]
-        found = [output.detach(), *(leaf.grad for leaf in leaves)]
-        assert torch.equal(again.view(torch.int16), output.detach().contiguous().view(torch.int16))
-        return found, forward, both, counted
+def positions_of(rows):
+    return torch.stack([torch.cat([torch.arange(count) for count in row]) for row in rows])
+
+
+def attention(rows, heads, kv_heads, codes, kind="usual", implementation="packed"):
+    """Output and gradients of this rank's tokens of rows of such documents, and bytes sent, as seen and as counted."""
+    documents.LONG, before = 24, documents.LONG
+    model = model_of(heads, kv_heads, implementation)
+    inputs, gradient = operands(len(rows), heads, kv_heads, kind)
+    try:
+        with shared(model, len(rows), ranks=dist.get_world_size()), contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.nullcontext() if codes else in_bf16())
+            in_fp8(model)
+            module = model.model.layers[0].self_attn
+            function = functools.partial(ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation], module)
+            own_positions = mine(positions_of(rows), 1).contiguous()
+            leaves = [mine(x, 2).detach().requires_grad_() for x in inputs]
+            seen, counted = stack.enter_context(bytes_sent()), exchanges.bytes_sent()
+            output = function(*leaves, None, position_ids=own_positions)[0]
+            forward = dict(seen)
+            output.backward(mine(gradient, 1).flatten(2))
+            counted, both = exchanges.bytes_sent() - counted, dict(seen)
+            with torch.inference_mode():
+                again = function(*leaves, None, position_ids=own_positions)[0]
+            assert torch.equal(bits(again), bits(output.detach()))
+            assert module.num_key_value_groups == heads // kv_heads
+            return [output.detach(), *(leaf.grad for leaf in leaves)], forward, both, counted
+    finally:
+        documents.LONG = before
 
 
 SHAPES = [
@@ -130,10 +135,13 @@ def bits(x):
     return torch.where(x.isnan(), 0x7FFF, x.contiguous().view(torch.int16))
 
 
-@pytest.mark.parametrize("kind", ["usual", "tiny", "zeros", "infinite"])
-@pytest.mark.parametrize(("world", "rows", "heads", "kv_heads"), SHAPES)
+@pytest.mark.parametrize(
+    ("world", "rows", "heads", "kv_heads", "kind"),
+    [(*shape, kind) for shape, kind in zip(SHAPES, ("infinite", "tiny", "zeros", "usual"), strict=True)],
+)
 def test_codes_have_the_bits_of_casts_after_the_exchange(ranks, world, rows, heads, kv_heads, kind):
-    in_codes, before = (ranks(world, attention, rows, heads, kv_heads, kind, codes) for codes in (True, False))
+    whole = [(LENGTH,)] * rows
+    in_codes, before = (ranks(world, attention, whole, heads, kv_heads, codes, kind) for codes in (True, False))
     for (ours, *_), (theirs, *_) in zip(in_codes, before, strict=True):
         for name, one, other in zip(NAMES, ours, theirs, strict=True):
             assert one.shape == other.shape
@@ -148,7 +156,7 @@ def test_codes_are_half_the_bytes(ranks, world, rows, heads, kv_heads):
     own_tokens = rows * LENGTH // world * FEATURES
     qkv, o = own_tokens * (heads + 2 * max(kv_heads, world)), own_tokens * heads
     (_, forward, both, counted), (_, _, both_in_bf16, counted_in_bf16) = (
-        ranks(world, attention, rows, heads, kv_heads, "usual", codes)[0] for codes in (True, False)
+        ranks(world, attention, [(LENGTH,)] * rows, heads, kv_heads, codes)[0] for codes in (True, False)
     )
     # Where documents end was looked for, once; DeepSpeed gathers positions in every call.
     positions = {("all_gather", torch.int64): rows * LENGTH // world * 8}
@@ -178,7 +186,7 @@ def training(codes, kind, fuse, recompute):
     """Losses, gradients, logits; how often a micro-step looked for documents; bytes in FP8, in all, and as counted."""
     documents.LONG, before = 36, documents.LONG
     model = model_of(4, 2)
-    positions = torch.stack([torch.cat([torch.arange(count) for count in row]) for row in DOCUMENTS[kind]])
+    positions = positions_of(DOCUMENTS[kind])
     ids = tokens(len(positions), LENGTH)
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     batch = {"input_ids": ids, "position_ids": positions, "labels": targets, "shift_labels": targets}
@@ -216,9 +224,7 @@ def training(codes, kind, fuse, recompute):
 @pytest.mark.parametrize(
     ("kind", "fuse", "recompute"),
     [
-        ("whole rows", "auto", None),
         ("whole rows", "off", "non-reentrant"),
-        ("whole rows", "auto", "non-reentrant"),
         ("whole rows", "auto", "reentrant"),
         ("documents", "auto", "non-reentrant"),
         ("documents", "off", None),
@@ -244,49 +250,25 @@ def test_training_has_the_bits_of_casts_after_the_exchange(ranks, kind, fuse, re
     assert sent < (0.62 * (1 - short) + short) * sent_before
 
 
-def attention_of_documents(rows, heads, kv_heads, implementation, codes):
-    """Output and gradients of this rank's tokens of rows of these documents."""
-    documents.LONG, before = 24, documents.LONG
-    model = model_of(heads, kv_heads, implementation)
-    inputs, gradient = operands(len(rows), heads, kv_heads, "usual")
-    positions = torch.stack([torch.cat([torch.arange(count) for count in row]) for row in rows])
-    try:
-        with shared(model, len(rows), ranks=dist.get_world_size()), contextlib.ExitStack() as stack:
-            if not codes:
-                stack.enter_context(in_bf16())
-            in_fp8(model)
-            module = model.model.layers[0].self_attn
-            function = functools.partial(ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation], module)
-            leaves = [mine(x, 2).detach().requires_grad_() for x in inputs]
-            seen = stack.enter_context(bytes_sent())
-            output = function(*leaves, None, position_ids=mine(positions, 1).contiguous())[0]
-            output.backward(mine(gradient, 1).flatten(2))
-            assert module.num_key_value_groups == heads // kv_heads
-            found = [output.detach(), *(leaf.grad for leaf in leaves)]
-            return found, seen["all_to_all_single", torch.uint8]
-    finally:
-        documents.LONG = before
-
-
-@pytest.mark.parametrize(("world", "heads", "kv_heads"), [(2, 4, 2), (3, 6, 1), (4, 4, 2)])
 @pytest.mark.parametrize(
-    "rows",
-    [[(30, 8, 58)], [(5, 5, 86), (50, 46), (90, 6), (96,)], [(7, 9, 24, 8, 24, 24), (10,) * 9 + (6,), (24,) * 4]],
+    ("world", "heads", "kv_heads", "implementation", "rows"),
+    [
+        (2, 4, 2, "packed", [(5, 5, 86), (50, 46), (90, 6), (96,)]),
+        (2, 4, 2, "sdpa", [(30, 8, 58)]),  # an attention that takes no ends
+        (3, 6, 1, "packed", [(30, 8, 58)]),
+        (4, 4, 2, "packed", [(7, 9, 24, 8, 24, 24), (10,) * 9 + (6,), (24,) * 4]),
+    ],
 )
-def test_documents_anywhere_have_the_bits_of_casts_after_the_exchange(ranks, world, heads, kv_heads, rows):
-    arguments = rows, heads, kv_heads, "packed"
-    in_codes, before = (ranks(world, attention_of_documents, *arguments, codes) for codes in (True, False))
-    for (ours, _), (theirs, none) in zip(in_codes, before, strict=True):
+def test_documents_anywhere_have_the_bits_of_casts_after_the_exchange(
+    ranks, world, heads, kv_heads, implementation, rows
+):
+    in_codes, before = (
+        ranks(world, attention, rows, heads, kv_heads, codes, "usual", implementation) for codes in (True, False)
+    )
+    fp8 = ("all_to_all_single", torch.uint8)
+    for (ours, *_), (theirs, _, sent, _) in zip(in_codes, before, strict=True):
         for name, one, other in zip(NAMES, ours, theirs, strict=True):
             assert torch.equal(one, other), name
-        assert none == 0
-    assert any(x.count_nonzero() for found, _ in in_codes for x in found)
-    assert any(sent for _, sent in in_codes)
-
-
-def test_documents_by_an_attention_that_takes_no_ends(ranks):
-    arguments = [(30, 8, 58)], 4, 2, "sdpa"
-    in_codes, before = (ranks(2, attention_of_documents, *arguments, codes) for codes in (True, False))
-    for (ours, sent), (theirs, none) in zip(in_codes, before, strict=True):
-        assert all(map(torch.equal, ours, theirs))
-        assert sent > 0 == none
+        assert fp8 not in sent
+    assert any(x.count_nonzero() for found, *_ in in_codes for x in found)
+    assert any(sent.get(fp8) for _, _, sent, _ in in_codes)

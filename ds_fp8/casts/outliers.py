@@ -79,11 +79,6 @@ def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Te
         from ds_fp8.casts.outliers_triton import extend_weight_tiles
 
         return extend_weight_tiles(w, residual, channels, residual_scale(w.scale))
-    return extend_weight_reference(w, residual, channels)
-
-
-def extend_weight_reference(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
-    """Do extend_weight in torch; the oracle of the kernel."""
     N, K = w.shape
     start, width = whole_blocks(K), width_with_outliers(K, len(channels))
     at = channels.long()

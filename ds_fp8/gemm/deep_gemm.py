@@ -34,7 +34,6 @@ from ds_fp8.gemm import cublas
 
 ROWS = 16
 """The rows of a product must be a multiple of it, to which its scales are padded."""
-SECONDS_BETWEEN_LINES = 15.0
 
 
 class Product(NamedTuple):
@@ -145,29 +144,14 @@ def _packed(scale: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _alone_on_this_host() -> Iterator[None]:
-    """Wait, with lines, until no other process of this host compiles; the system frees a dead holder's lock."""
+    """Wait until no other process of this host compiles; the system frees a dead holder's lock."""
     folder = Path(os.environ.get("DG_JIT_CACHE_DIR") or Path.home() / ".deep_gemm").absolute()
     # Not in the folder itself: several hosts may share it, and not every file system locks.
     name = f"ds_fp8_deep_gemm_{os.getuid()}_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.lock"
-    path = Path(tempfile.gettempdir(), name)
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    begin = said = time.monotonic()
+    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(Path(tempfile.gettempdir(), name), flags, 0o600)
     try:
-        while not _locked(descriptor):
-            now = time.monotonic()
-            if said == begin or now - said >= SECONDS_BETWEEN_LINES:
-                said = now
-                words = "DeepGEMM: another process of this host compiles for %s; waiting, for %.0f s now (lock: %s)"
-                logger.info(words, folder, now - begin, path)
-            time.sleep(0.1)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -127,17 +127,15 @@ def convert(
     result = replace(result, experts=converted)
     if experts:
         count_without_waiting(model)
-    for name, override in override_of.items():
-        if name not in result.left or result.left[name].startswith(OVERRIDDEN):
-            override.linears.append(name)
-    for name, override in of_experts.items():
-        if name in converted.converted or converted.left.get(name, "").startswith(OVERRIDDEN):
+    left = result.left | converted.left
+    for name, override in (override_of | of_experts).items():
+        if left.get(name, OVERRIDDEN).startswith(OVERRIDDEN):
             override.linears.append(name)
     # Only the user's own patterns: the default names layers that many models do not have.
     if "skip" in config.linear.model_fields_set:
         result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in named))
-    in_fp8 = result.converted or converted.converted
-    if not in_fp8 and not any(reason.startswith(OVERRIDDEN) for reason in result.left.values()):
+    chosen = any(reason.startswith(OVERRIDDEN) for reason in result.left.values())
+    if not (result.converted or converted.converted or chosen):
         first = {reason: name for name, reason in reversed(result.left.items())}
         reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
         raise UserError(

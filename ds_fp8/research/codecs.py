@@ -110,15 +110,6 @@ def encode_by_table(x: torch.Tensor, codec: TableCodec) -> torch.Tensor:
     return code.view(x.shape)
 
 
-def encode_reference(x: torch.Tensor, codec: TableCodec) -> torch.Tensor:
-    """Compute `encode` in plain torch, as the formula has it: the oracle of the table and of the kernel."""
-    limits, magnitude = midpoints(codec, x.device), x.abs()
-    index = torch.bucketize(magnitude, limits)
-    on_limit = limits[index.clamp_max(len(limits) - 1)] == magnitude
-    index += on_limit & (index % 2 == 1)
-    return (index | x.signbit().long() << codec.bits - 1).to(torch.uint8)
-
-
 def encode_stochastically(x: torch.Tensor, draw: torch.Tensor, codec: TableCodec) -> torch.Tensor:
     """Return codes of x, of one of the two neighbours each, with chances that keep the expectation; draw in [0, 1)."""
     magnitudes = numbers(codec, x.device, torch.float32)[: len(codec.magnitudes)]

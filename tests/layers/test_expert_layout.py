@@ -10,14 +10,11 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.experts.layout import (
     ExpertLayout,
     expert_layout,
-    expert_layout_reference,
     pair_values,
     permute,
     permute_cast,
-    permute_cast_reference,
     row_factors,
     unpermute,
-    unpermute_reference,
     worst_case_rows,
 )
 from tests.casts.test_kernels import assert_same
@@ -93,7 +90,7 @@ def test_kernels_lay_out_as_the_reference(tokens, choices, experts, ours, dtype,
     torch.manual_seed(0)
     index = torch.rand(tokens, experts).topk(choices).indices.to(dtype).t().contiguous().t()
     found = ExpertLayout(*kernels.lay_out(index.to(DEVICE), ours, worst_case_rows(index.numel(), ours)))
-    for name, one, other in zip(ExpertLayout._fields, found, expert_layout_reference(index, ours), strict=True):
+    for name, one, other in zip(ExpertLayout._fields, found, expert_layout(index, ours), strict=True):
         assert one.dtype is other.dtype, name
         assert torch.equal(one.cpu(), other), name
 
@@ -156,7 +153,7 @@ def test_values_of_pairs_and_rows(tokens, choices):
 def test_kernel_of_casts(tokens, choices, rowwise, columnwise, scale, dtype):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     x = torch.randn(tokens, 256).to(dtype)
-    expected = permute_cast_reference(x, layout, "e4m3", rowwise, columnwise, scale)
+    expected = permute_cast(x, layout, "e4m3", rowwise, columnwise, scale)
     found = permute_tiles(x, layout, rowwise, columnwise, scale)
     for result, wanted in zip(found, expected, strict=True):
         assert_same(result, wanted)
@@ -171,7 +168,7 @@ def test_kernel_of_casts_of_other_strides():
     layout = expert_layout(routing(tokens, 2), EXPERTS)
     wide = torch.randn(tokens, 600).bfloat16()
     for x in (wide[:, 40:296], torch.randn(256, tokens).bfloat16().t(), wide[:1, :256].expand(tokens, -1)):
-        expected = permute_cast_reference(x, layout, "e4m3", "1x128", "1x128", "pow2")
+        expected = permute_cast(x, layout, "e4m3", "1x128", "1x128", "pow2")
         found = permute_tiles(x, layout, "1x128", "1x128", "pow2")
         for result, wanted in zip(found, expected, strict=True):
             assert_same(result, wanted)
@@ -181,9 +178,7 @@ def test_kernel_of_casts_of_other_strides():
 def test_kernel_of_sums(tokens, choices, features):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     rows = torch.randn(len(layout.source), features)
-    assert torch.equal(
-        kernels.sum_rows(rows.to(DEVICE), layout.place.to(DEVICE)).cpu(), unpermute_reference(rows, layout)
-    )
+    assert torch.equal(kernels.sum_rows(rows.to(DEVICE), layout.place.to(DEVICE)).cpu(), unpermute(rows, layout))
 
 
 def test_features_that_are_no_whole_groups_are_refused():

@@ -13,6 +13,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.convert import convert, layer_of, restore
+from ds_fp8.layers.decoder.attention import FastAttention
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, decode, products_of
 from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_experts
@@ -305,7 +306,8 @@ def test_a_shared_expert_is_fused_inside_a_layer_whose_attention_half_is():
     restore(model.model.layers[0])
     ids = tokens()
     assert model(input_ids=ids, labels=ids).loss.isfinite()
-    assert not any(isinstance(part, (Swapped, FP8Linear)) for part in model.model.layers[0].modules())
+    swapped = [part for part in model.model.layers[0].modules() if isinstance(part, (Swapped, FP8Linear))]
+    assert all(isinstance(part, FastAttention) for part in swapped)  # kernels of attention in BF16
 
 
 def test_hooks_of_the_called_half_run_and_those_of_the_fused_one_unfuse_it():

@@ -12,7 +12,7 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.casts.outliers import (
     channel_energy,
     extend_input_reference,
-    extend_weight_reference,
+    extend_weight,
     largest_channels,
     weight_residual,
 )
@@ -64,7 +64,7 @@ def fprop_operands(linear: FP8Linear, x: torch.Tensor) -> tuple[torch.Tensor, to
     if recipe.outlier_channels:
         channels, _ = outlier_channels(linear, x)
         x_cast = extend_input_reference(x_cast, x[:, channels.long()], channels)
-        w = extend_weight_reference(w, weight_residual(linear.weight, w, channels), channels)
+        w = extend_weight(w, weight_residual(linear.weight, w, channels), channels)
     return x_cast.dequantize(), w.dequantize()
 
 

@@ -49,17 +49,7 @@ def rotate(x: torch.Tensor, rotation: Rotation | None, dtype: torch.dtype = torc
         return x
     if rotation.axis == 1 and x.shape[1] % rotation.block:
         raise ValueError(f"{x.shape[1]} columns are not a multiple of the rotation block {rotation.block}")
-    if x.device.type == "cuda" and x.numel():
-        from ds_fp8.layers.attention.hadamard_triton import rotate_tiles
-
-        return rotate_tiles(x.detach(), *kernel_arguments(rotation, x), dtype)
-    return rotate_reference(x.detach(), rotation).to(dtype)
-
-
-def rotate_reference(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    blocks = _blocks(x.float(), rotation)
-    sign = signs(rotation.block, rotation.seed, x.device)
-    return _joined(_transform(blocks * sign), rotation).contiguous()
+    return _turn(x.detach(), rotation, dtype, inverse=False)
 
 
 def unrotate(y: torch.Tensor, rotation: Rotation | None, rows: int | None = None) -> torch.Tensor:
@@ -69,27 +59,22 @@ def unrotate(y: torch.Tensor, rotation: Rotation | None, rows: int | None = None
     """
     if rotation is None:
         return y
-    if y.device.type == "cuda" and y.numel():
-        from ds_fp8.layers.attention.hadamard_triton import rotate_tiles
-
-        result = rotate_tiles(y, *kernel_arguments(rotation, y), y.dtype, inverse=True)
-    else:
-        sign = signs(rotation.block, rotation.seed, y.device)
-        result = _joined(_transform(_blocks(y.float(), rotation)) * sign, rotation).to(y.dtype).contiguous()
+    result = _turn(y, rotation, y.dtype, inverse=True)
     return result[:rows] if rotation.axis == 0 else result
 
 
-def _blocks(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return x [M, K] with its blocks as the last dimension [.., .., n]."""
+def _turn(x: torch.Tensor, rotation: Rotation, dtype: torch.dtype, inverse: bool) -> torch.Tensor:
+    if x.device.type == "cuda" and x.numel():
+        from ds_fp8.layers.attention.hadamard_triton import rotate_tiles
+
+        return rotate_tiles(x, *kernel_arguments(rotation, x), dtype, inverse)
+    sign, x = signs(rotation.block, rotation.seed, x.device), x.float()
     if rotation.axis == 0:
         # Tokens come in any number. Rows of zeros add nothing to a product that contracts over them.
         x = F.pad(x, (0, 0, 0, padded(x.shape[0], rotation) - x.shape[0])).t()
-    return x.unflatten(-1, (x.shape[-1] // rotation.block, rotation.block))
-
-
-def _joined(blocks: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    x = blocks.flatten(-2)
-    return x.t() if rotation.axis == 0 else x
+    blocks = x.unflatten(-1, (x.shape[-1] // rotation.block, rotation.block))
+    turned = (_transform(blocks) * sign if inverse else _transform(blocks * sign)).flatten(-2)
+    return (turned.t() if rotation.axis == 0 else turned).to(dtype).contiguous()
 
 
 def _transform(x: torch.Tensor) -> torch.Tensor:

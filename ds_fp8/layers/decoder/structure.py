@@ -59,6 +59,14 @@ class Parts:
         self._lora = [(name, part) for _, _, part, _, name in self._parts if is_lora(part)]
         self._said = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Without classes, some of which were made at run time: pickle would not find them by their names.
+        return vars(self) | {"_parts": [(siblings, own, part, name) for siblings, own, part, _, name in self._parts]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._parts = [(siblings, own, part, type(part), name) for siblings, own, part, name in self._parts]
+
     def attachment(self) -> str | None:
         """Return the attachment added since, with the name of the submodule, or None."""
         for siblings, own_name, part, kind, name in self._parts:

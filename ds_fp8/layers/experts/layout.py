@@ -63,11 +63,6 @@ def expert_layout(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
         from ds_fp8.layers.experts.layout_triton import lay_out
 
         return ExpertLayout(*lay_out(top_k_index, experts, worst_case_rows(top_k_index.numel(), experts)))
-    return expert_layout_reference(top_k_index, experts)
-
-
-def expert_layout_reference(top_k_index: torch.Tensor, experts: int) -> ExpertLayout:
-    """Compute expert_layout in plain torch; there too no device makes the host wait."""
     pairs, device = top_k_index.numel(), top_k_index.device
     rows = worst_case_rows(pairs, experts)
     # Stable: pairs of an expert stay in the order of the tokens, as in the kernel.
@@ -95,9 +90,6 @@ def expert_layout_reference(top_k_index: torch.Tensor, experts: int) -> ExpertLa
     return ExpertLayout(source[:rows], place, counts.int(), starts.int(), of_tile.int())
 
 
-Casts = tuple[QuantizedTensor | None, QuantizedTensor | None]
-
-
 def permute_cast(
     x: torch.Tensor,
     layout: ExpertLayout,
@@ -105,7 +97,7 @@ def permute_cast(
     rowwise: str | None = "1x128",
     columnwise: str | None = None,
     scale: str = "pow2",
-) -> Casts:
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Cast the tokens x [T, H], T > 0, as rows of experts, [R, H] along H and [H, R] along the rows, in one pass.
 
     `rowwise`: "1x128"; `columnwise`: "1x128" or "128x128"; None where that result is not wanted.
@@ -116,12 +108,6 @@ def permute_cast(
         from ds_fp8.layers.experts.layout_triton import permute_tiles
 
         return permute_tiles(x, layout.source, layout.choices, format, rowwise, columnwise, scale)
-    return permute_cast_reference(x, layout, format, rowwise, columnwise, scale)
-
-
-def permute_cast_reference(
-    x: torch.Tensor, layout: ExpertLayout, format: str, rowwise: str | None, columnwise: str | None, scale: str
-) -> Casts:
     return quantize_both(permute(x, layout), format, rowwise, columnwise, scale)
 
 
@@ -138,10 +124,6 @@ def unpermute(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
         from ds_fp8.layers.experts.layout_triton import sum_rows
 
         return sum_rows(rows, layout.place)
-    return unpermute_reference(rows, layout)
-
-
-def unpermute_reference(rows: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
     total = torch.zeros(len(layout.place), rows.shape[1], device=rows.device)
     # One choice after the other: the order of the sum is fixed, and equal to the kernel's.
     for place in layout.place.unbind(1):

@@ -35,12 +35,6 @@ MAX_LOGITS_BYTES = 1 << 30
 """The most bytes of logits in one of several chunks on a GPU."""
 
 
-def linear_cross_entropy_reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Compute what `linear_cross_entropy` computes, by way of all logits in FP32. Differentiable."""
-    logits = F.linear(hidden, weight).float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-
-
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, recipe: LinearRecipe | None = None
 ) -> torch.Tensor:

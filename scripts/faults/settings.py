@@ -38,7 +38,7 @@ CHOICES: dict[str, list[Any]] = {
     "shared_rows": [1, 1, 1, 2],
     "attention": [None, None, "e4m3"],
     "head": [None, None, "fp8"],
-    "moments": [None, "coat"],
+    "moments": [None, "coat", "compact"],
     "checkpoint": [False, False, True],
     "offload_optimizer": [None, None, {"device": "cpu"}, {"device": "cpu", "pin_memory": False}],
     "offload_param": [None, None, None, {"device": "cpu"}],
@@ -57,7 +57,7 @@ CHOICES: dict[str, list[Any]] = {
     "preset": ["infir2", "hybrid_fast", "precise", "coat", "fp8lm_o2", "rowwise", "tensorwise"],
     "grad_reduce": [None, {"format": "bf16"}, {"format": "e5m2"}],
     "param_gather": [None, {"format": "bf16"}],
-    "checkpointing": [False, True],
+    "checkpointing": [False, True, "keep_attention"],
     "optimizer": ["AdamW", "AdamW", "Adam", "SGD"],
 }
 ONLY_STAGE_3 = ("offload_param", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
@@ -70,6 +70,8 @@ NOT_OF_ZERO = ("gradient_accumulation_steps", "gradient_clipping", "grad_accum_d
 def drawn(rng: random.Random) -> dict[str, Any]:
     """Return a combination: a value of every choice; below stage 3 what FP8 has there, but for some."""
     chosen = {key: rng.choice(values) for key, values in CHOICES.items()}
+    if chosen["stage"] == 3 and chosen["moments"] == "compact":  # else hardly any is not refused
+        chosen |= {"param_gather": None, "offload_optimizer": None, "offload_param": None, "zero_hpz_partition_size": 1}
     if chosen["stage"] != 3 and rng.random() < 0.9:
         chosen |= {"grad_reduce": {"format": "bf16"}, "param_gather": {"format": "bf16"}}
     return chosen
@@ -99,6 +101,8 @@ def configuration(chosen: dict[str, Any], fp8: bool) -> dict[str, Any]:
         raw["fp8"] = {"preset": preset, **asked}
         if chosen["attention"]:
             raw["fp8"]["attention"] = {"format": chosen["attention"]}
+        if chosen["checkpointing"] == "keep_attention":
+            raw["fp8"]["activations"] = {"keep_attention": True}
         if chosen["head"]:
             raw["fp8"]["loss"] = {"head": chosen["head"]}
     if chosen["shared_rows"] > 1:

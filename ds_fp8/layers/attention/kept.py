@@ -1,7 +1,8 @@
 """Recomputed layers that keep what attention returns: its forward, which long rows make the largest part, runs once.
 
-torch's selective activation checkpointing keeps what the operators below return, an output of 2 bytes (FP8: 1) and 4
-bytes a head and token; all else of a layer is computed again.
+What the operators below return is kept, an output of 2 bytes (FP8: 1) and 4 bytes a head and token; all else of a layer
+is computed again. torch's own selective activation checkpointing wants every operator of the first run in the second,
+but ZeRO-3 gathers at other places then, and outlier channels are found once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.attention.fp8_attention import FORWARD_OPERATOR
@@ -55,8 +56,43 @@ def keep_attention(model: nn.Module) -> None:
         )
 
 
-def _contexts() -> Any:
-    return create_selective_checkpoint_contexts(list(_known()))
+class _Keeping(TorchDispatchMode):
+    """Appends what attention's operators return to `results`."""
+
+    def __init__(self, results: list[tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(
+        self, function: torch._ops.OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function in _known():
+            # Detached: autograd gives the tensors that it returns a history.
+            self._results.append(_detached(found))
+        return found
+
+
+class _Returning(_Keeping):
+    """Returns `results` in place of attention's operators, from the first on each time that it is entered."""
+
+    def __enter__(self) -> _Returning:
+        self._next = iter(self._results)
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, function: torch._ops.OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _detached(next(self._next)) if function in _known() else function(*args, **(kwargs or {}))
+
+
+def _contexts() -> tuple[_Keeping, _Returning]:
+    results: list[tuple[torch.Tensor, ...]] = []
+    return _Keeping(results), _Returning(results)
+
+
+def _detached(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in found)
 
 
 @functools.lru_cache(maxsize=1)

@@ -96,7 +96,7 @@ def test_names_that_are_no_configuration(tmp_path):
         (["evaluate", "model", "list.json", "--out", "list.json/figures"], "cannot be written"),
         (["evaluate", "model", "list.json", "--out", "run"], "is a folder"),
         (["report", "run", "--out", "list.json/page"], "cannot be written"),
-        (["parity", "list.json", "--steps", "1", "--out", "/proc/x"], "cannot be written"),
+        (["parity", "list.json", "--steps", "1", "--out", "/dev/null/x"], "cannot be written"),
         (["train", "broken.json"], "not valid JSON"),
         (["check", "list.json"], "a JSON object"),
     ],

@@ -22,7 +22,7 @@ from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.config.presets import with_preset
-from ds_fp8.config.schema import Section, nearest, parse_section, shown
+from ds_fp8.config.schema import Section, nearest, parse_section, shown, wrong_value
 
 TRAIN_BATCH, MICRO_BATCH, ACCUMULATION = (
     "train_batch_size",
@@ -284,7 +284,6 @@ def known_keys() -> frozenset[str]:
 def _explain(error: ValidationError, mistake: Any, section: str) -> UserError:
     path = [str(part) for part in mistake["loc"]]
     dotted = ".".join(path if path[:1] == [section] else [section, *path]).strip(".")
-    got = "" if mistake["type"] == "missing" else f" (got {shown(mistake.get('input'))})"
     if mistake["type"] == "extra_forbidden":
         model = next((model for model in _subclasses(DeepSpeedConfigModel) if model.__name__ == error.title), None)
         # Only for keys at the top of a section: the nested model's fields are not looked up, and a wrong suggestion is
@@ -295,9 +294,7 @@ def _explain(error: ValidationError, mistake: Any, section: str) -> UserError:
             key=clipped(dotted),
             remedy=nearest(path[-1], known) or "remove it",
         )
-    # pydantic puts these words before the message of a validator.
-    message = mistake["msg"].removeprefix("Value error, ")
-    return UserError(f"{dotted}: {message}{got}", key=dotted, remedy=f'change the value of "{dotted}"')
+    return wrong_value(mistake, dotted)
 
 
 def _subclasses(model: type) -> Iterator[Any]:

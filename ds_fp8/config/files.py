@@ -223,7 +223,7 @@ def check_writable(folder: Path, key: str = "") -> None:
             if there.is_symlink():  # to nowhere, or to itself
                 raise OSError
             there = there.parent
-        fits = there.is_dir() and os.access(there, os.W_OK | os.X_OK) and _filesystem_takes(folder, there)
+        fits = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     except (OSError, ValueError):
         fits, there = False, folder
     if not fits:
@@ -232,10 +232,3 @@ def check_writable(folder: Path, key: str = "") -> None:
             key=key,
             remedy="give another folder, or its rights",
         )
-
-
-def _filesystem_takes(folder: Path, existing: Path) -> bool:
-    """Return whether folders can be made below `existing`: not where the kernel shows its own state."""
-    longest = os.pathconf(existing, "PC_NAME_MAX")
-    named = all(len(os.fsencode(part)) <= longest for part in folder.parts)
-    return named and not any(existing.resolve().is_relative_to(place) for place in ("/proc", "/sys"))

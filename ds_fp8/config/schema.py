@@ -110,14 +110,19 @@ def _explained(section: type[BaseModel], mistake: Any, key: str, file: str | os.
             file=file,
             remedy=nearest(str(path[-1]), known),
         )
+    return wrong_value(mistake, dotted, file)
+
+
+def wrong_value(mistake: Any, key: str, file: str | os.PathLike | None = None) -> UserError:
+    """Return one of pydantic's mistakes as the error of a key."""
     given = mistake.get("input")
     got = "" if mistake["type"] == "missing" else f" (got {shown(given)})"
+    # pydantic puts the first words before the message of a validator.
     message = mistake["msg"].removeprefix("Value error, ")
-    remedy = f'change the value of "{dotted}"'
     # transformers fills in "auto" before DeepSpeed reads the file; nothing does so for sections of this package.
-    if given == "auto":
-        remedy = 'give a value: "auto" is for programs that fill it in'
-    return UserError(f"{dotted}: {message}{got}", key=dotted, file=file, remedy=remedy)
+    filled_in = 'give a value: "auto" is for programs that fill it in'
+    remedy = filled_in if given == "auto" else f'change the value of "{key}"'
+    return UserError(f"{key}: {message}{got}", key=key, file=file, remedy=remedy)
 
 
 def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -19,9 +17,6 @@ from ds_fp8.config.errors import UserError, clipped
 
 IGNORED = -100
 """Label of a token that carries no loss, as in Hugging Face and torch's cross entropy."""
-TEMPLATE_SECONDS = 10
-"""CPU time that a chat template may take for one conversation."""
-
 Message = dict[str, Any]
 """One turn, as OpenAI's: "role", "content" (text; None beside "tool_calls"), and "weight" 0 for a turn without loss."""
 
@@ -215,8 +210,7 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, type
 def template_explained() -> Iterator[None]:
     """Turn what a chat template raises, a program in a sandbox that may raise anything, into a UserError."""
     try:
-        with _time_limit(TEMPLATE_SECONDS):
-            yield
+        yield
     except Exception as error:
         raise UserError(
             f"the chat template fails at a conversation: {clipped(str(error).strip() or 'no reason')} "
@@ -224,22 +218,3 @@ def template_explained() -> Iterator[None]:
             key="data.chat_template",
             remedy='correct the template, or give another: "chatml", or a file',
         ) from None
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what runs inside, after so much CPU time: a busy machine may be slow."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python runs handlers of signals in the main thread alone
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"no end within {seconds} s")
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)

@@ -1,9 +1,8 @@
 """A source as tokens on disk: read once, tokenised in parallel, memory-mapped.
 
-folder/00000.tokens   uint32 [tokens]: token ids; the top bit marks a token that carries no loss
-folder/00000.ends     int64 [examples]: where each example ends in 00000.tokens
-folder/00001.tokens   ... a shard begins once the one before has reached SHARD_TOKENS
-folder/state.json     tokens and examples of each shard; written last: without it nothing counts
+folder/tokens       uint32 [tokens]: token ids; the top bit marks a token that carries no loss
+folder/ends         int64 [examples]: where each example ends in tokens
+folder/state.json   numbers of tokens and examples; written last: without it nothing counts
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ from ds_fp8.data.tokenizer import encode_documents
 
 NO_LOSS = np.uint32(1 << 31)
 """Marks a token that carries no loss."""
-SHARD_TOKENS = 1 << 28
-"""Tokens after which a new shard begins: 1 GiB."""
-
 _HASHED_AT_ONCE = 1 << 22
 _TOKENS, _ENDS, _STATE = "tokens", "ends", "state.json"
 
@@ -54,7 +50,7 @@ whose last turn's end carries no loss."""
 Report = Callable[[str, int, int, bool], None]
 """Called now and then with the path of the source, examples and tokens so far, and whether that is all."""
 
-VERSION = 1
+VERSION = 2
 """Part of a store's name: raised when what it holds for the same source changes."""
 CHAT_VERSION = 3
 """The same for stores of chats alone."""
@@ -123,9 +119,8 @@ def tokenise_batch(tokenizer: PreTrainedTokenizerBase, config: DataConfig, examp
 def _fill(folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: Report | None) -> None:
     with TokenWriter(folder) as writer:
         reported = time.monotonic()
-        for tokens, lengths, open_ends in _tokenised(_batches(read_examples(config)), tokenizer, config):
-            writer.append(tokens, lengths)
-            writer.open_ends += open_ends
+        for batch in _tokenised(_batches(read_examples(config)), tokenizer, config):
+            writer.append(*batch)
             if report and time.monotonic() - reported > REPORT_SECONDS:
                 report(config.path, writer.examples, writer.tokens, False)
                 reported = time.monotonic()
@@ -191,15 +186,12 @@ def _work(examples: list) -> Batch:
 class TokenWriter:
     """Writes a store anew. A context manager; `complete` makes what was appended count."""
 
-    def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS):
+    def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _STATE).unlink(missing_ok=True)
-        self._folder, self._shard_tokens = folder, shard_tokens
-        self.open_ends = 0
-        """Chats whose last turn's end carries no loss."""
-        self._shards: list[list[int]] = []
-        self._files: list[Any] = []
-        self._begin_shard()
+        self._folder = folder
+        self._files = [(folder / name).open("wb") for name in (_TOKENS, _ENDS)]
+        self.tokens = self.examples = self._open_ends = 0
 
     def __enter__(self) -> TokenWriter:
         return self
@@ -208,44 +200,25 @@ class TokenWriter:
         for file in self._files:
             file.close()
 
-    @property
-    def tokens(self) -> int:
-        return sum(tokens for tokens, _ in self._shards)
-
-    @property
-    def examples(self) -> int:
-        return sum(examples for _, examples in self._shards)
-
-    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append examples: their uint32 tokens one after the other, and how many tokens each has."""
-        if self._shards[-1][0] >= self._shard_tokens:
-            self._end_shard()
-            self._begin_shard()
-        shard, (to_tokens, to_ends) = self._shards[-1], self._files
+    def append(self, tokens: np.ndarray, lengths: np.ndarray, open_ends: int = 0) -> None:
+        """Append examples: their uint32 tokens one after the other, how many tokens each has, and chats' open ends."""
+        to_tokens, to_ends = self._files
         to_tokens.write(np.ascontiguousarray(tokens, dtype=np.uint32))
-        # Ends count from the shard's beginning, so that a shard can be read alone.
-        to_ends.write(shard[0] + np.cumsum(lengths, dtype=np.int64))
-        shard[0] += len(tokens)
-        shard[1] += len(lengths)
+        to_ends.write(self.tokens + np.cumsum(lengths, dtype=np.int64))
+        self.tokens += len(tokens)
+        self.examples += len(lengths)
+        self._open_ends += open_ends
 
     def complete(self) -> None:
-        self._end_shard()
-        part = self._folder / f"{_STATE}.part"
-        with part.open("w") as file:
-            json.dump({"shards": self._shards, "complete": True, "open_ends": self.open_ends}, file)
-            file.flush()
-            os.fsync(file.fileno())  # or a power loss may leave the name, and nothing behind it
-        os.replace(part, self._folder / _STATE)
-
-    def _begin_shard(self) -> None:
-        self._shards.append([0, 0])
-        self._files = [_file(self._folder, len(self._shards) - 1, name).open("wb") for name in (_TOKENS, _ENDS)]
-
-    def _end_shard(self) -> None:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())  # before the state that counts these bytes
-            file.close()
+        part = self._folder / f"{_STATE}.part"
+        with part.open("w") as file:
+            json.dump({"tokens": self.tokens, "examples": self.examples, "open_ends": self._open_ends}, file)
+            file.flush()
+            os.fsync(file.fileno())  # or a power loss may leave the name, and nothing behind it
+        os.replace(part, self._folder / _STATE)
 
 
 class TokenStore:
@@ -253,40 +226,33 @@ class TokenStore:
 
     def __init__(self, folder: Path):
         state = read_state(folder)
-        shards = [counts for counts in state["shards"] if counts[1]]
-        self.open_ends: int = state.get("open_ends", 0)
+        self.tokens: int = state["tokens"]
+        """Tokens in all examples."""
+        self.open_ends: int = state["open_ends"]
         """Chats whose last turn's end carries no loss."""
         # Mapped: pages are read when a row asks for them, and all ranks of a host share them.
-        self._tokens = [_map(_file(folder, index, _TOKENS), np.uint32) for index in range(len(shards))]
-        self._ends = [_map(_file(folder, index, _ENDS), np.int64) for index in range(len(shards))]
-        self._first = np.cumsum([0, *(examples for _, examples in shards)])
-        self.tokens = sum(tokens for tokens, _ in shards)
-        """Tokens in all examples."""
+        self._tokens, self._ends = _map(folder / _TOKENS, np.uint32), _map(folder / _ENDS, np.int64)
         self._folder = folder
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return len(self._ends)
 
     def __getitem__(self, example: int) -> np.ndarray:
-        shard, local = self._place(example)
-        ends = self._ends[shard]
-        return self._tokens[shard][ends[local - 1] if local else 0 : ends[local]]
+        return self._tokens[self._begin(example) : self._ends[example]]
 
     def read(self, example: int, start: int, length: int) -> np.ndarray:
-        shard, local = self._place(example)
-        begin = start + (int(self._ends[shard][local - 1]) if local else 0)
-        return self._tokens[shard][begin : begin + length]
+        begin = self._begin(example) + start
+        return self._tokens[begin : begin + length]
 
     def lengths(self) -> np.ndarray:
-        parts = [np.diff(ends, prepend=0) for ends in self._ends]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return np.diff(self._ends, prepend=0)
 
     def digest(self) -> str:
         file = self._folder / "digest"
         # A power loss may leave the name, and nothing or part of the text behind it.
         if not file.exists() or len(file.read_text()) != 32:
             digest = xxhash.xxh3_128()
-            for numbers in (*self._tokens, *self._ends):
+            for numbers in (self._tokens, self._ends):
                 for start in range(0, len(numbers), _HASHED_AT_ONCE):
                     digest.update(numbers[start : start + _HASHED_AT_ONCE])
             part = file.with_name(f"digest.{os.getpid()}.part")
@@ -294,11 +260,10 @@ class TokenStore:
             os.replace(part, file)
         return file.read_text()
 
-    def _place(self, example: int) -> tuple[int, int]:
+    def _begin(self, example: int) -> int:
         if not 0 <= example < len(self):
             raise IndexError(f"example {example} of {len(self)}")
-        shard = int(np.searchsorted(self._first, example, side="right")) - 1
-        return shard, int(example - self._first[shard])
+        return int(self._ends[example - 1]) if example else 0
 
 
 def pack_batch(examples: Sequence[tuple[Sequence[int], Sequence[bool] | None]]) -> tuple[np.ndarray, np.ndarray]:
@@ -321,18 +286,11 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     """Return the state of a store; None where it is not complete, or files lack part of what it counts."""
     try:
         state = json.loads((folder / _STATE).read_text())
-        for shard, (tokens, examples) in enumerate(state["shards"]):
-            for name, size in ((_TOKENS, tokens * 4), (_ENDS, examples * 8)):
-                if _file(folder, shard, name).stat().st_size < size:
-                    return None
+        sizes = {_TOKENS: 4 * state["tokens"], _ENDS: 8 * state["examples"]}
+        return state if all((folder / name).stat().st_size == size for name, size in sizes.items()) else None
     except (FileNotFoundError, ValueError):
         return None
-    return state if state["complete"] else None
-
-
-def _file(folder: Path, shard: int, name: str) -> Path:
-    return folder / f"{shard:05d}.{name}"
 
 
 def _map(file: Path, dtype: type) -> np.ndarray:
-    return np.memmap(file, dtype=dtype, mode="r")
+    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)

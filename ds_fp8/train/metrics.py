@@ -289,7 +289,7 @@ class TokeniserProgress:
     def __call__(self, path: str, examples: int, tokens: int, complete: bool) -> None:
         watchdog.beat(f"tokenising {path}", slow=True)
         now = time.monotonic()
-        # From the first report on: what an earlier, killed process had tokenised took no time here.
+        # From the first report on: the processes that tokenise take seconds to start.
         first, started = self._first.setdefault(path, (tokens, now))
         if complete:
             logger.info("tokenised %s: %s examples, %s tokens", path, f"{examples:,}", f"{tokens:,}")

@@ -32,7 +32,7 @@ def content(store: TokenStore) -> list[list[int]]:
 @given(batches=st.lists(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), min_size=1), min_size=1))
 def test_what_is_written_is_read(batches, tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
-    with TokenWriter(folder, shard_tokens=10) as writer:
+    with TokenWriter(folder) as writer:
         for batch in batches:
             writer.append(*pack_batch([(ids, None) for ids in batch]))
         writer.complete()
@@ -48,8 +48,8 @@ def test_what_is_written_is_read(batches, tmp_path_factory):
 
 def test_a_writer_that_did_not_come_to_its_end_counts_for_nothing(tmp_path):
     for complete in (True, False, True):
-        with TokenWriter(tmp_path, shard_tokens=4) as writer:
-            for number in range(4):  # one shard each
+        with TokenWriter(tmp_path) as writer:
+            for number in range(4):
                 writer.append(*pack_batch([([number] * 5, None)]))
             if complete:
                 writer.complete()

@@ -104,14 +104,10 @@ def test_a_damaged_tokenizer_is_named(content, tmp_path):
     assert caught.value.key == "data.tokenizer"
 
 
-@pytest.mark.parametrize(
-    "name", ["/dev/zero", "/dev", "nowhere.jinja", "x" * 5000, "large.jinja", "latin.jinja", "loop.jinja"]
-)
+@pytest.mark.parametrize("name", ["/dev", "nowhere.jinja", "x" * 5000, "latin.jinja"])
 def test_a_chat_template_that_is_no_text_file_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "large.jinja").write_bytes(b" " * (2 << 20))
     (tmp_path / "latin.jinja").write_bytes("ä".encode("latin-1"))
-    (tmp_path / "loop.jinja").symlink_to("loop.jinja")
     with pytest.raises(UserError, match="cannot be read") as caught:
         build_tokenizer(DataConfig(**CHATS, chat_template=name))
     assert caught.value.key == "data.chat_template"

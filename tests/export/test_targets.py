@@ -19,7 +19,7 @@ from tests.corpus import DOCUMENTS
         ("..", "you are in"),
         ("file", "exists"),
         ("file/out", "cannot be written"),
-        ("/proc/out", "cannot be written"),
+        ("/dev/null/out", "cannot be written"),
     ],
 )
 def test_targets_that_are_refused(target, problem, tmp_path, monkeypatch):

@@ -217,7 +217,7 @@ def test_the_command_over_a_grid(run, folder, tmp_path, capsys):
         ("text.txt", ["--set", "fp8.enabled=false"], "fp8.enabled"),
         ("absent.txt", [], "data.path"),
         ("config.json", [], "data"),
-        ("text.txt", ["--out", "/proc/x"], "--out"),
+        ("text.txt", ["--out", "/dev/null/x"], "--out"),
     ],
 )
 def test_mistakes(folder, cache_home, monkeypatch, file, options, key):

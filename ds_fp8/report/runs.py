@@ -25,8 +25,17 @@ class RunRecord:
         self.folder = folder
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}", remedy="give the train.run_dir of a finished run")
-        self.result: dict[str, Any] = self._result()
-        self.metrics: list[dict[str, Any]] = self._records()
+        missing = next((name for name in (RESULT, METRICS) if not (folder / name).exists()), None)
+        if missing is not None:
+            problem = f"{folder} is not a finished run: {missing} is missing"
+            remedy = "run the stage to its end first: the same command resumes it"
+            raise UserError(problem, file=folder, remedy=remedy)
+        try:
+            self.result: dict[str, Any] = read_object(folder / RESULT)
+        except Invalid as error:
+            problem, remedy = f"{RESULT} cannot be read: it {error}", "restore the file, or train into another folder"
+            raise UserError(problem, file=folder / RESULT, remedy=remedy) from None
+        self.metrics: list[dict[str, Any]] = read_metrics(folder / METRICS)
         self.config: dict[str, Any] = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
 
     @property
@@ -58,36 +67,6 @@ class RunRecord:
     def spikes(self) -> int:
         """Return how many losses stood out from those before, by train.spike_threshold and train.spike_window."""
         return len(self.events("spike")) + len(self.events("rollback"))
-
-    def _result(self) -> dict[str, Any]:
-        try:
-            content = read_object(self.folder / RESULT)
-        except FileNotFoundError:
-            raise self._missing(RESULT) from None
-        except Invalid as error:
-            raise self._damaged(RESULT, f"it {error}") from None
-        if lacking := {"steps", "final_loss", "bytes_per_step", "versions", "fp8"} - content.keys():
-            raise self._damaged(RESULT, f'it lacks "{min(lacking)}"')
-        return content
-
-    def _records(self) -> list[dict[str, Any]]:
-        if not (self.folder / METRICS).exists():
-            raise self._missing(METRICS)
-        return read_metrics(self.folder / METRICS)
-
-    def _missing(self, name: str) -> UserError:
-        return UserError(
-            f"{self.folder} is not a finished run: {name} is missing",
-            file=self.folder,
-            remedy="run the stage to its end first: the same command resumes it",
-        )
-
-    def _damaged(self, name: str, how: str) -> UserError:
-        return UserError(
-            f"{name} cannot be read: {how}",
-            file=self.folder / name,
-            remedy="restore the file, or train into another folder",
-        )
 
 
 @dataclass(frozen=True)
@@ -132,18 +111,16 @@ def find(folders: Iterable[Path]) -> list[Comparison]:
     if rest:
         return [Comparison(first.name, RunRecord(first), RunRecord(rest[0]))]
     if all((first / kind).is_dir() for kind in KINDS):
-        names = [_finished(first / kind) for kind in KINDS]
-        alone = set(names[0]) ^ set(names[1])
-        if alone or not names[0]:
+        fp8, bf16 = ({file.parent.name for file in (first / kind).glob(f"*/{RESULT}")} for kind in KINDS)
+        alone = fp8 ^ bf16
+        if alone or not fp8:
             raise UserError(
                 f"{', '.join(sorted(alone)) or 'nothing'} has finished in only one of {first / 'fp8'} and bf16",
                 file=first,
                 remedy="run both twins to their end, or name the folders of two runs",
             )
-        found = [Comparison(name, *(RunRecord(first / kind / name) for kind in KINDS)) for name in names[0]]
-        made = [comparison.run.result.get("made") for comparison in found]
-        # By what the runs say where they do: a copied folder has other times.
-        return sorted(found, key=lambda each: each.run.result["made"]["started"]) if all(made) else found
+        found = [Comparison(name, *(RunRecord(first / kind / name) for kind in KINDS)) for name in sorted(fp8)]
+        return sorted(found, key=lambda each: (each.run.result.get("made") or {"started": ""})["started"])
     return [Comparison(first.name, RunRecord(first))]
 
 
@@ -151,8 +128,3 @@ def seeds(comparisons: Iterable[Comparison]) -> list[int] | None:
     """Return the seeds of twins that differ in nothing else, as `ds-fp8 parity` names them, or None."""
     found = [comparison.twin and re.fullmatch(r"seed_(\d+)", comparison.name) for comparison in comparisons]
     return [int(match.group(1)) for match in found] if all(found) else None
-
-
-def _finished(folder: Path) -> list[str]:
-    results = sorted(folder.glob(f"*/{RESULT}"), key=lambda file: (file.stat().st_mtime, file))
-    return [file.parent.name for file in results]

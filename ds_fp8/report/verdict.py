@@ -128,7 +128,7 @@ def _of_one_seed(level: Level, runs: str, fewer: str = "") -> str:
     )
 
 
-def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
+def judge_all(comparisons: Sequence[Comparison]) -> Verdict:
     """Judge one run by its own health, seeds by their mean, and stages, one seed each, by the worst."""
     if comparisons[0].twin is None:
         return _judge_run(comparisons[0].run)
@@ -136,15 +136,15 @@ def judge_all(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -
         if len({run.kind for run in comparison.columns.values()}) == 1:
             return _compare(comparison)
     if len(comparisons) == 1 or seeds(comparisons) is not None:
-        return judge_seeds(comparisons, tolerance)
-    found = {comparison.name: judge_seeds([comparison], tolerance) for comparison in comparisons}
+        return judge_seeds(comparisons)
+    found = {comparison.name: judge_seeds([comparison]) for comparison in comparisons}
     if NO_COMPARISON in found.values():
         return NO_COMPARISON
     level = max((verdict.level for verdict in found.values()), key=LEVELS.index)
     worst = " and ".join(name for name, verdict in found.items() if verdict.level == level)
     runs = worst if level == "bad" else f"all {len(found)} stages"
     figures = [", ".join(f"{gap_of(each, key):+.2%}" for each in comparisons) for key in LOSSES]
-    words = f"final losses of FP8 against BF16 {'; of its weights in BF16 '.join(figures)} ({tolerance:.2%} allowed)"
+    words = f"final losses of FP8 against BF16 {'; of its weights in BF16 '.join(figures)} ({TOLERANCE:.2%} allowed)"
     return Verdict(level, _of_one_seed(level, runs, f" in {worst}"), words)
 
 

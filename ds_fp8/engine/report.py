@@ -182,6 +182,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "param_transport": state.weights.transport.description if state.weights else "by collectives",
         "fp8_gathered_parameters": gathered_count,
         "fp8_shard_bytes_per_rank": state.weights.nbytes if state.weights else 0,
+        "frozen_weights_with_bf16": None if gather is None else gather.frozen_with_bf16(),
         "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
         "grad_reduce": fp8.grad_reduce.format,
         "grad_scale": fp8.grad_reduce.scale,
@@ -368,6 +369,10 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
     yield "wire", f"weights {_gather(report)}; gradients {_reduction(report)}"
     if full and report["attention_exchange"] is not None:
         yield "attention's exchange", report["attention_exchange"]
+    if (frozen := report["frozen_weights_with_bf16"]) is not None:
+        kept, all_of_them = frozen
+        beside = f"; of {kept:,} BF16 shards, too (outlier channels, or DeepSpeed's step)" if kept else " alone"
+        yield "frozen weights", f"{all_of_them:,} on the device in FP8, one byte each{beside}"
     step = "" if report["optimizer"] == NO_OPTIMIZER else f"{report['optimizer_step']}; "
     yield "optimizer step", f"{step}{_optimizer(report)}"
     yield "CUDA graphs", report["graphs"]

@@ -29,6 +29,7 @@ from ds_fp8.zero.deepspeed.parameters import (
     end_gather,
     full_shape,
     in_use,
+    is_trained,
     master_shard,
     put_bf16_shard,
     reshard,
@@ -120,7 +121,8 @@ class ShardedWeight:
         self.frees_bf16 = False
         """Whether its BF16 shard exists only while something reads it."""
         self.has_bf16 = True
-        """Whether its BF16 shard exists. Another is NaN with stride 0: writing to it is an error."""
+        """Whether its BF16 shard is on the device. Another is NaN with stride 0, an error to write to; frozen weights
+        have it on the host, where DeepSpeed saves and loads it."""
 
     def __repr__(self) -> str:
         shard = self.shard
@@ -224,16 +226,17 @@ class ShardedWeight:
         self.frees_bf16 = False
 
     def make_bf16(self) -> None:
-        """Round a BF16 shard from the masters, if there is none."""
+        """Make a BF16 shard on the device, if there is none: rounded from the masters, or copied from the host."""
         if not self.has_bf16:
-            put_bf16_shard(self.parameter, self.master().to(self.parameter.dtype))
+            put_bf16_shard(self.parameter, self.master().to(self.data.device, self.parameter.dtype))
             self.has_bf16 = True
 
     def free_bf16(self) -> None:
-        """Free the BF16 shard, unless it is kept."""
+        """Free the BF16 shard, unless it is kept. Without masters it is moved to the host, for nothing else has it."""
         if self.frees_bf16 and self.has_bf16:
-            absent = bf16_shard(self.parameter).new_full((1,), torch.nan)
-            put_bf16_shard(self.parameter, absent.expand(self.shard.numel))
+            shard = bf16_shard(self.parameter)
+            absent = shard.new_full((1,), torch.nan).expand(self.shard.numel)
+            put_bf16_shard(self.parameter, absent if is_trained(self.parameter) else shard.cpu())
             self.has_bf16 = False
 
     # ---------------------------------------------------------------- layout
@@ -301,7 +304,7 @@ Numbers = Callable[[ShardedWeight], torch.Tensor]
 
 def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `numbers` as FP32 on `device`: themselves, or a copy."""
-    return numbers.to(device, torch.float32)
+    return numbers.to(device).float()  # in this order: as many bytes are copied as there are
 
 
 class ReferenceShardCast:

@@ -367,19 +367,27 @@ class ShardedWeights:
     # ---------------------------------------------------------------- BF16 shards
 
     def free_bf16_shards(self) -> None:
-        """Keep no BF16 shards of trained weights. For engines whose step writes the others' only (`write_bf16`).
+        """Keep no BF16 shards on the device. For engines whose step writes the others' only (`write_bf16`).
 
         DeepSpeed holds a BF16 shard of every parameter beside its FP32 master. Weights that are gathered in FP8 need
         none: what reads their BF16 shards (GatheredParameters, saving, loading) gets them rounded from the masters at
-        that moment.
+        that moment. Those of frozen weights wait on the host, but for the residuals of outlier channels, which read
+        them whenever other channels are looked for.
         """
         self._flat_bf16 = FlatBf16(self._engine)
-        if self.masters is not None:  # which are made of the BF16 shards
-            self.cast_and_wait()
-        for weight in self:
-            if weight.in_fp8 and is_trained(weight.parameter):
-                weight.need_no_bf16()
+        freed = [w for w in self if w.in_fp8 and (is_trained(w.parameter) or w.outliers is None)]
+        if self.masters is not None or not all(is_trained(weight.parameter) for weight in freed):
+            self.cast_and_wait()  # while the BF16 shards are there, of which masters are made, and codes
+        for weight in freed:
+            weight.need_no_bf16()
         self.drop_bf16()
+
+    def frozen_with_bf16(self) -> tuple[int, int] | None:
+        """Return how many frozen parameters have a BF16 shard on the device, and how many there are; None without."""
+        frozen = [weight for weight in self if weight.in_fp8 and not is_trained(weight.parameter)]
+        if not frozen:
+            return None
+        return sum(weight.numel for weight in frozen if weight.has_bf16), sum(weight.numel for weight in frozen)
 
     def write_bf16(self) -> None:
         """Round the new FP32 masters into the BF16 shards that exist for good, and free the others."""

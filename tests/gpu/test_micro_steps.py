@@ -325,6 +325,7 @@ class WithAdapters:
         self._graph, self._dpo, self._dropout, self._fuse = graph, dpo, dropout, fuse
 
     def __call__(self, _=None):
+        import deepspeed
         import peft
         from torch.nn import functional as F
         from transformers import AutoModelForCausalLM, Qwen2Config
@@ -339,11 +340,14 @@ class WithAdapters:
             options = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
             adapters = peft.LoraConfig(**options, lora_dropout=self._dropout, init_lora_weights=False)
             model = peft.get_peft_model(model, adapters).bfloat16()
+        original = {name: p.detach().clone() for name, p in model.named_parameters()}
         section = {"preset": "hybrid_fast", "graph": self._graph, "fuse": self._fuse, "monitor": {"every": 0}}
         config = models.config(section) | {"train_micro_batch_size_per_gpu": 2}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
         assert engine.fp8.report["fused_layers"] == (3 if self._fuse == "auto" else 0)
+        base = {name: p for name, p in engine.module.named_parameters() if "proj.base_layer.weight" in name}
+        assert {p.ds_tensor.device.type for p in base.values()} == {"cpu"}
         said = []
         engine.fp8.health.say = said.append
 
@@ -368,7 +372,10 @@ class WithAdapters:
                 losses.append((loss.item(), float(engine.get_global_grad_norm())))
         graphs = engine.fp8.graphs
         outcome = (engine.fp8.why_no_graphs, 0) if graphs is None else (graphs.off, graphs.captured)
+        with deepspeed.zero.GatheredParameters(list(base.values())):
+            assert all(torch.equal(p, original[name]) for name, p in base.items())
         engine.destroy()
+        assert {p.ds_tensor.device.type for p in base.values()} == {"cuda"}
         return losses, outcome, said
 
 

@@ -242,6 +242,7 @@ def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks, option
         losses, gradients, report = fused[rank]
         assert (losses, report["not_fused"]) == (before[rank][0], {})
         assert report["fused_layers"] == 2
+        assert report["frozen_weights_with_bf16"] == (0, report["fp8_gathered_parameters"])
         assert report["fp8_gathered_parameters"] == 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 384)
         assert losses == pytest.approx(bf16[rank][0], rel=0.02)
         for found, plain, exact in zip(gradients, unfused[rank][1], bf16[rank][1], strict=True):

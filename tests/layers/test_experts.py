@@ -359,7 +359,7 @@ def test_experts_of_presets_in_blocks_are_multiplied_in_fp8(preset):
     model = mixture("qwen3_moe")
     section = {"backend": "reference", "expert_products": "fp8"}
     conversion = convert(model, FP8Config.from_preset(preset, linear=section))
-    assert bool(conversion.experts.multiplied) is (preset in ("infir2", "hybrid_fast", "precise"))
+    assert bool(conversion.experts.multiplied) is (preset in ("infir2", "hybrid_fast", "precise", "compact"))
     for layer in model.model.layers:
         # Their codes are gathered without outlier blocks.
         assert all(not recipe.outlier_channels for recipe in getattr(layer.mlp.experts, "expert_recipes", {}).values())

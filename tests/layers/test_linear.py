@@ -19,7 +19,7 @@ from ds_fp8.casts.outliers import (
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.linear.linear import FP8Linear
-from tests.gemm.tolerance import ROUNDING, assert_is_product
+from tests.gemm.tolerance import assert_is_product
 from tests.layers.linears import fp8_linear
 from tests.numerics import error
 
@@ -77,8 +77,9 @@ def saved_tensors(linear: FP8Linear, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @presets
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 1, 1), (1, 40, 130), (129, 200, 7), (130, 127, 300)])
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs", "dtype"), [(1, 1, 1, BF16), (129, 200, 7, torch.float32), (130, 127, 300, BF16)]
+)
 def test_the_three_products(preset, dtype, tokens, inputs, outputs):
     linear = fp8_linear(inputs, outputs, dtype, preset=preset)
     recipe, w = linear.recipe, cast(linear.weight, linear.recipe.weight)
@@ -141,7 +142,7 @@ def test_bias_is_added_and_gets_its_gradient():
 
 @presets
 @saves
-@pytest.mark.parametrize("shape", [(), (2, 65), (5, 2, 13), (0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(), (5, 2, 13), (2, 0)], ids=str)
 def test_leading_dimensions_are_tokens(preset, save, shape):
     linear, tokens = fp8_linear(40, 7, bias=True, preset=preset, activations={"save": save}), math.prod(shape)
     x, dy = random(tokens, 40), random(tokens, 7, seed=1)
@@ -280,16 +281,6 @@ def test_overflow_is_seen_in_every_product(poison):
     assert dw.isnan().any()
 
 
-@presets
-def test_the_result_is_close_to_the_high_precision_one(preset):
-    linear = fp8_linear(200, 130, preset=preset)
-    x = torch.randn(64, 200, dtype=BF16, generator=torch.Generator().manual_seed(1))
-    exact = x.double() @ linear.weight.detach().double().t()
-    error = (linear(x).detach().double() - exact).norm() / exact.norm()
-    # Rounding to 3 bits of mantissa errs by at most 1/16 of each factor, in random directions.
-    assert ROUNDING[BF16] < error < 1 / 16
-
-
 @pytest.mark.parametrize("shape", [(9,), (2, 5)], ids=str)
 def test_the_output_may_be_changed_in_place(shape):
     """As that of nn.Linear: Llama 4 adds the output of its experts to that of the shared one."""
@@ -307,14 +298,3 @@ def test_a_gradient_of_gradients_is_an_error():
     (dx,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (dx.sum() + x.sum()).backward()
-
-
-def test_an_input_of_the_wrong_width_is_an_error():
-    with pytest.raises(ValueError, match="41"):
-        fp8_linear(40, 7)(random(9, 41))
-
-
-def test_the_casts_are_shown():
-    shown = repr(fp8_linear(40, 7, preset="tensorwise"))
-    assert "in_features=40" in shown
-    assert "grad_output=e5m2/tensor" in shown

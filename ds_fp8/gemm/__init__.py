@@ -154,25 +154,14 @@ def scaled_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
-    """Multiply a [M, K] by b [N, K] transposed; sum in FP32 and round once.
+    """Multiply a [M, K] by b [N, K] transposed, which the backend supports; sum in FP32 and round once.
 
-    `fast_accumulation` lets Hopper's tensor cores sum tensor- and row-wise products in fewer bits. Raises ValueError
-    where shapes do not fit, or the backend does not multiply such operands.
+    `fast_accumulation` lets Hopper's tensor cores sum tensor- and row-wise products in fewer bits.
     """
-    if a.data.dim() != 2 or b.data.dim() != 2:
-        raise ValueError(f"operands must be matrices, got a {tuple(a.shape)} and b {tuple(b.shape)}")
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"the contraction differs: a {tuple(a.shape)}, b {tuple(b.shape)} (both need it last)")
-    module = BACKENDS[backend]
-    reason = _unsupported_cast(backend, a.spec, b.spec) or module.unsupported(
-        a.format, a.granularity, b.format, b.granularity
-    )
-    if reason is not None:
-        raise ValueError(reason)
     # cuBLASLt refuses empty matrices. An empty contraction sums to zeros.
     if 0 in (*a.shape, *b.shape):
         return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.data.device)
-    return module.scaled_matmul(a, b, out_dtype, fast_accumulation)
+    return BACKENDS[backend].scaled_matmul(a, b, out_dtype, fast_accumulation)
 
 
 def why_not_multiplied(

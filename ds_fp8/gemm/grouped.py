@@ -54,59 +54,16 @@ def grouped_matmul(
     """Multiply the rows of each group of a [R, K], cast 1x128, by its own matrix of b [G * N, K], cast 128x128: [R, N].
 
     Rows of no group are zeros, in a and in the result. All backends but "reference" and "deep_gemm" mean the Triton
-    kernel. Raises ValueError where operands cannot be multiplied by group, or do not fit.
+    kernel. Operands must be supported, and their sides but R multiples of 128.
     """
-    rows, contraction = a.shape
     number = len(groups.counts)
-    _check(a, b, groups, rows)
-    if b.granularity != "128x128":
-        raise ValueError(f"the matrices of groups are cast 128x128, not {b.granularity}")
-    if contraction != b.shape[1] or b.shape[0] % (number * BLOCK) or contraction % BLOCK:
-        raise ValueError(
-            f"a {tuple(a.shape)} and the matrices of {number} groups {tuple(b.shape)} do not fit, or have sides that "
-            f"are not multiples of {BLOCK}"
-        )
-    if backend == "reference" or a.data.device.type != "cuda":
-        return matmul_reference(a, b, groups, out_dtype)
-    if backend == "deep_gemm" and out_dtype is torch.bfloat16 and deep_gemm.multiplies_groups():
-        from ds_fp8.gemm.grouped_triton import zero_unused_tiles
+    if backend != "reference" and a.data.device.type == "cuda":
+        from ds_fp8.gemm.grouped_triton import multiply_tiles, zero_unused_tiles
 
-        return zero_unused_tiles(deep_gemm.grouped_matmul(a, b, groups.of_tile, number), groups.of_tile)
-    from ds_fp8.gemm.grouped_triton import multiply_tiles
-
-    return multiply_tiles(a, b, groups, out_dtype)
-
-
-def grouped_wgrad(
-    dy: QuantizedTensor,
-    x: QuantizedTensor,
-    groups: RowGroups,
-    *,
-    backend: str = "reference",
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """Multiply dy [N, R] and x [K, R], both cast along the rows, over the rows of each group: [G, N, K].
-
-    Rows of no group are zeros in dy. dy is cast 1x128, x 128x128 or 1x128. Backends and errors as of grouped_matmul.
-    """
-    (features, rows), inputs = dy.shape, x.shape[0]
-    _check(dy, x, groups, rows)
-    if x.shape[1] != rows or features % BLOCK or inputs % BLOCK:
-        raise ValueError(
-            f"dy {tuple(dy.shape)} and x {tuple(x.shape)} do not fit, or have sides that are not multiples of {BLOCK}"
-        )
-    if backend == "reference" or dy.data.device.type != "cuda":
-        return wgrad_reference(dy, x, groups, out_dtype)
-    from ds_fp8.gemm.grouped_triton import multiply_along_rows
-
-    return multiply_along_rows(dy, x, groups, out_dtype)
-
-
-def matmul_reference(
-    a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, out_dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """Compute grouped_matmul in plain torch, group by group; on a GPU the host waits for the counts."""
-    number = len(groups.counts)
+        if backend == "deep_gemm" and out_dtype is torch.bfloat16 and deep_gemm.multiplies_groups():
+            return zero_unused_tiles(deep_gemm.grouped_matmul(a, b, groups.of_tile, number), groups.of_tile)
+        return multiply_tiles(a, b, groups, out_dtype)
+    # Group by group: on a GPU the host waits for the counts.
     side = b.shape[0] // number
     result = torch.zeros(a.shape[0], side, dtype=out_dtype, device=a.data.device)
     for group, (start, count) in enumerate(_spans(groups)):
@@ -120,10 +77,22 @@ def matmul_reference(
     return result
 
 
-def wgrad_reference(
-    dy: QuantizedTensor, x: QuantizedTensor, groups: RowGroups, out_dtype: torch.dtype = torch.bfloat16
+def grouped_wgrad(
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    groups: RowGroups,
+    *,
+    backend: str = "reference",
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Compute grouped_wgrad in plain torch, group by group; on a GPU the host waits for the counts."""
+    """Multiply dy [N, R] and x [K, R], both cast along the rows, over the rows of each group: [G, N, K].
+
+    Rows of no group are zeros in dy. dy is cast 1x128, x 128x128 or 1x128. Backends and sides as of grouped_matmul.
+    """
+    if backend != "reference" and dy.data.device.type == "cuda":
+        from ds_fp8.gemm.grouped_triton import multiply_along_rows
+
+        return multiply_along_rows(dy, x, groups, out_dtype)
     shape = len(groups.counts), dy.shape[0], x.shape[0]
     result = torch.zeros(shape, dtype=out_dtype, device=dy.data.device)
     for group, (start, count) in enumerate(_spans(groups)):
@@ -141,11 +110,3 @@ def _spans(groups: RowGroups) -> list[tuple[int, int]]:
     if groups.starts.is_meta:
         return []
     return list(zip(groups.starts.tolist(), groups.counts.tolist(), strict=True))
-
-
-def _check(a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, rows: int) -> None:
-    reason = unsupported(a.spec, b.spec)
-    if reason is not None:
-        raise ValueError(reason)
-    if rows != len(groups.of_tile) * BLOCK:
-        raise ValueError(f"operands of {rows} rows, groups of {len(groups.of_tile)} times {BLOCK}")

@@ -179,8 +179,3 @@ def test_kernel_of_sums(tokens, choices, features):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     rows = torch.randn(len(layout.source), features)
     assert torch.equal(kernels.sum_rows(rows.to(DEVICE), layout.place.to(DEVICE)).cpu(), unpermute(rows, layout))
-
-
-def test_features_that_are_no_whole_groups_are_refused():
-    with pytest.raises(ValueError, match="multiple of 128"):
-        permute_cast(torch.randn(4, 100), expert_layout(routing(4, 1), EXPERTS))

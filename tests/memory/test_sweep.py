@@ -94,7 +94,7 @@ def test_words_that_are_no_grid(word):
         ({"grids": {}}, "grid"),
         ({"points": [{"nam": "x"}]}, "nam"),
         ({"points": [{"name": "x"}, {"name": "x"}]}, "two points"),
-        ({"grid": {"train.seed": []}}, "no values"),
+        ({"grid": {"train.seed": []}}, "no points"),
         ({"grid": {"train.seed": 3}}, "list"),
         ({"grid": {"train.seed": list(range(100)), "train.steps": list(range(1, 101))}}, "10,000 points"),
         ({"grid": {"gpus": [0]}}, "gpus"),

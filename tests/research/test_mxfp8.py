@@ -131,14 +131,6 @@ def test_a_model_multiplies_its_weights_where_they_lie(library, monkeypatch, pre
     assert library.count("TN") == 2 * library.count("NN")  # fprop and wgrad; dgrad
 
 
-@pytest.mark.parametrize("scale", ["fp32", "e4m3"])
-def test_scales_that_are_no_powers_of_two_are_refused_with_the_remedy(scale):
-    a = QuantizedTensor(torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.ones(4, 1), "1x128", scale)
-    for pair in ((a, quantize(random(4, 128))), (quantize(random(4, 128)), a)):
-        with pytest.raises(ValueError, match=r"pow2|emulated"):
-            scaled_matmul(*pair, backend="mxfp8")
-
-
 @no_gpu
 def test_fp32_scales_are_a_reason_before_the_first_product(library, monkeypatch):
     monkeypatch.setattr(mxfp8, "unavailable", lambda: None)

@@ -42,9 +42,9 @@ from ds_fp8.optim.moments_triton import (
 
 ROWS, WARPS = 16, 4
 """Groups of 128 that a program takes, and its warps."""
-_BEYOND = tl.constexpr(0x85EBCA6B)
+BEYOND = tl.constexpr(0x85EBCA6B)
 """Odd: parts the elements whose indices are the same but for their upper 32 bits."""
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+SMALLEST_OF_SCALES = tl.constexpr(SMALLEST_SCALE)
 _SCALARS = [
     "exp_avg_scale", "exp_avg_sq_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale", "exp_avg_bits", "exp_avg_sq_bits",
 ]
@@ -113,17 +113,17 @@ def _adamw(
         noise2 = w
         if NOISE1 or NOISE2:
             # One random word an element: 16 bits for each moment.
-            word = random_word(offsets, seed.to(tl.uint32) + (offsets >> 32).to(tl.uint32) * _BEYOND)
+            word = random_word(offsets, seed.to(tl.uint32) + (offsets >> 32).to(tl.uint32) * BEYOND)
             noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
             noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
         encode_store(
             m, exp_avg, new_exp_avg_scale, exp_avg_exponent, offsets, rows, inside, valid, noise1, exp_avg_bits,
-            KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, _SMALLEST_SCALE, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
+            KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST_OF_SCALES, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
             True, NOISE1, TENSOR, EVEN, FAST,
         )
         encode_store(
             v, exp_avg_sq, new_exp_avg_sq_scale, exp_avg_sq_exponent, offsets, rows, inside, valid, noise2, exp_avg_sq_bits,
-            KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, _SMALLEST_SCALE, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
+            KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST_OF_SCALES, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
             False, NOISE2, TENSOR, EVEN, FAST,
         )
 
@@ -162,32 +162,17 @@ def adamw_step(
     # memory of their own, and take the place of the old ones after the launch.
     bits = torch.zeros(2, layout.groups, dtype=torch.int32, device=grad.device) if by_tensor else None
     new_scales = [state.scale.clone() if by_tensor and isinstance(state, Moment) else None for state in states]
-    common = {
-        "MASK": SCALE_MASKS[layout.scale_type] if layout else 0,
-        "LOG2_RANGE": LOG2_RANGE,
-        "STEPS": EXPONENT_STEPS,
-        "LARGEST_STEPS": LARGEST_EXPONENT,
-        "TENSOR": by_tensor,
-        "NOISE1": seed is not None and "exp_avg" in stochastic,
-        "NOISE2": seed is not None and "exp_avg_sq" in stochastic,
-        "SKIP": skip is not None,
-        "LOW": low is not None,
-        # In Triton's interpreter there are no approximate instructions.
-        "FAST": grad.is_cuda,
-        "ROWS": ROWS,
-        "num_warps": WARPS,
-    }
-    for moment, number in zip(states, "12", strict=True):
-        common |= {f"{name}{number}": value for name, value in _codec_arguments(moment).items()}
+    common = common_arguments(*states, grad, skip, seed, stochastic)
+    common |= {"TENSOR": by_tensor, "LOW": low is not None, "ROWS": ROWS, "num_warps": WARPS}
     for elements, groups in pieces:
         arguments = (master[elements], grad[elements], None if low is None else low[elements], skip, factor)
         count = elements.stop - elements.start
         numbers = (
             count,
-            *_state_arguments(exp_avg, elements, groups),
-            *_state_arguments(exp_avg_sq, elements, groups),
+            *state_arguments(exp_avg, elements, groups),
+            *state_arguments(exp_avg_sq, elements, groups),
             *(
-                _state_arguments(state, elements, groups)[1] if new is None else new[groups]
+                state_arguments(state, elements, groups)[1] if new is None else new[groups]
                 for state, new in zip(states, new_scales, strict=True)
             ),
             *((None, None) if bits is None else (row[groups] for row in bits)),
@@ -209,6 +194,33 @@ def adamw_step(
             state.scale = new
 
 
+def common_arguments(
+    exp_avg: torch.Tensor | Moment,
+    exp_avg_sq: torch.Tensor | Moment,
+    grad: torch.Tensor,
+    skip: torch.Tensor | None,
+    seed: int | None,
+    stochastic: Collection[str],
+) -> dict[str, object]:
+    """Return the compile-time arguments of every kernel that updates moments."""
+    states = (exp_avg, exp_avg_sq)
+    layout = shared_layout(*states)
+    common = {
+        "MASK": SCALE_MASKS[layout.scale_type] if layout else 0,
+        "LOG2_RANGE": LOG2_RANGE,
+        "STEPS": EXPONENT_STEPS,
+        "LARGEST_STEPS": LARGEST_EXPONENT,
+        "NOISE1": seed is not None and "exp_avg" in stochastic,
+        "NOISE2": seed is not None and "exp_avg_sq" in stochastic,
+        "SKIP": skip is not None,
+        # In Triton's interpreter there are no approximate instructions.
+        "FAST": grad.is_cuda,
+    }
+    for moment, number in zip(states, "12", strict=True):
+        common |= {f"{name}{number}": value for name, value in _codec_arguments(moment).items()}
+    return common
+
+
 def _codec_arguments(moment: torch.Tensor | Moment) -> dict[str, object]:
     codec: Codec | None = moment.codec if isinstance(moment, Moment) else None
     dtype = _DTYPES[codec.dtype if codec else moment.dtype]
@@ -224,7 +236,7 @@ def _codec_arguments(moment: torch.Tensor | Moment) -> dict[str, object]:
     }
 
 
-def _state_arguments(state: torch.Tensor | Moment, elements: slice, groups: slice) -> tuple:
+def state_arguments(state: torch.Tensor | Moment, elements: slice, groups: slice) -> tuple:
     """Return (codes, scale, exponent) of the piece; FP8 codes as bytes."""
     if not isinstance(state, Moment):
         return state[elements], None, None

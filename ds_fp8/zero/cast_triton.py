@@ -166,7 +166,7 @@ class TritonShardCast:
         # A rank may hold nothing but padding of a small weight.
         self._weights = [weight for weight in weights if weight.shard.valid]
         self._shards, self._spec = shards, spec
-        tiles = [_tiles(weight) for weight in self._weights]
+        tiles = [tiles_of(weight) for weight in self._weights]
         first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
         rows = [
             (begin, weight.shard.shape[1], weight.shard.start, weight.shard.start + weight.shard.valid, tile_row,
@@ -179,7 +179,7 @@ class TritonShardCast:
         alone = torch.zeros(len(owner), dtype=torch.bool)
         # Other scales depend on more than the block's own amax.
         if spec.granularity == "128x128" and spec.scale in ("pow2", "fp32") and rows:
-            alone = torch.cat([_alone(weight, *size) for weight, size in zip(self._weights, tiles, strict=True)])
+            alone = torch.cat([alone_in(weight, *size) for weight, size in zip(self._weights, tiles, strict=True)])
         self._alone = alone.to(shards.device, torch.uint8)
         self._all = _Programs(torch.arange(len(owner), dtype=torch.int32), first, shards.device)
         self._left = _Programs((~alone).nonzero()[:, 0].int(), first, shards.device)
@@ -249,8 +249,8 @@ class _Programs:
         return self._tiles[self._bounds[first_weight] : self._bounds[first_weight + count]]
 
 
-def _alone(weight: ShardedWeight, first: int, down: int, across: int) -> torch.Tensor:
-    """Return whether each tile of a shard, as _tiles counts them, is a block without elements of other ranks."""
+def alone_in(weight: ShardedWeight, first: int, down: int, across: int) -> torch.Tensor:
+    """Return whether each tile of a shard, as tiles_of counts them, is a block without elements of other ranks."""
     rows, columns = weight.shard.shape
     starts = torch.arange(first, first + down) * BLOCK
     stops = (starts + BLOCK).clamp(max=rows)
@@ -258,7 +258,7 @@ def _alone(weight: ShardedWeight, first: int, down: int, across: int) -> torch.T
     return inside.repeat_interleave(across)
 
 
-def _tiles(weight: ShardedWeight) -> tuple[int, int, int]:
+def tiles_of(weight: ShardedWeight) -> tuple[int, int, int]:
     """Return (first row of tiles, rows of tiles, tiles across) that the shard has a part of."""
     columns = weight.shard.shape[1]
     first = weight.shard.start // columns // BLOCK

@@ -37,6 +37,39 @@ Finish = Callable[[torch.Tensor, torch.Tensor | None], None]
 """Takes the new scales of all weights, and `skip`."""
 
 
+class ReferenceStep:
+    """The step of one sub-group in torch, on any device; the oracle of the kernel. It has all of the FP32 masters."""
+
+    def __init__(self, members: Members):
+        self._members = members
+
+    def __call__(
+        self,
+        scales: torch.Tensor,
+        amax: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor | Moment,
+        exp_avg_sq: torch.Tensor | Moment,
+        step: AdamStep,
+        **options: Any,
+    ) -> Finish:
+        """Update moments, and raise the amax of all weights; return what writes codes and corrections."""
+        flat = torch.zeros(gradient.numel(), device=gradient.device)
+        masters = {weight: flat[start : start + weight.shard.numel] for weight, start in self._members}
+        for weight, master in masters.items():
+            master.copy_(weight.master())
+        step_on(gradient.device, (exp_avg, exp_avg_sq))(flat, gradient, exp_avg, exp_avg_sq, step, **options)
+        for weight in masters:
+            ReferenceShardCast([weight], weight.spec).write_amax(amax, masters.__getitem__)
+
+        def finish(new_scales: torch.Tensor, skip: torch.Tensor | None) -> None:
+            for weight, master in masters.items():
+                if weight.shard.valid:
+                    weight.write_master(master, new_scales, skip)
+
+        return finish
+
+
 class MasterSet(CastSet):
     """Weights with scales in one buffer whose masters are codes and corrections."""
 
@@ -46,6 +79,11 @@ class MasterSet(CastSet):
         self._of = {id(weight.parameter): weight for weight in self.weights}
         if (missing := {id(p) for some in self._flat.sub_groups.values() for p, *_ in some}) != self._of.keys():
             raise RuntimeError(f"{len(missing)} weights have no FP32 masters, and {len(self._of)} are gathered as such")
+        self._members: dict[int, Members] = {
+            index: [(self._of[id(p)], start) for p, start, _ in some] for index, some in self._flat.sub_groups.items()
+        }
+        self._tiles: dict[int, Any] = {}
+        """Kernels by sub-group, on a GPU."""
         self._residuals_due = False
 
     def place(self, codes: torch.Tensor) -> None:
@@ -56,6 +94,11 @@ class MasterSet(CastSet):
         for weight, correction in zip(self.weights, corrections.split(numels), strict=True):
             weight.correction, weight.scale = correction, weight.scales_in(self._scales)
             weight.apart = bf16_shard(weight.parameter)  # which DeepSpeed's masters would be copies of
+
+        if codes.device.type == "cuda":
+            from ds_fp8.zero.masters_triton import TileStep
+
+            self._tiles = {index: TileStep(members) for index, members in self._members.items()}
 
     # ---------------------------------------------------------------- casts of what loads and users wrote
 
@@ -111,31 +154,16 @@ class MasterSet(CastSet):
         """Return what takes AdamW's step of a sub-group; None for one with FP32 masters."""
         if sub_group not in self._flat.sub_groups:
             return None
-        members = [(self._of[id(p)], start) for p, start, _ in self._flat.sub_groups[sub_group]]
+        members = self._members[sub_group]
 
-        def update(
-            gradient: torch.Tensor,
-            exp_avg: torch.Tensor | Moment,
-            exp_avg_sq: torch.Tensor | Moment,
-            step: AdamStep,
-            **options: Any,
-        ) -> None:
-            master = torch.zeros(gradient.numel(), device=gradient.device)
-            for weight, start in members:
-                master[start : start + weight.shard.numel] = weight.master()
-            step_on(gradient.device, (exp_avg, exp_avg_sq))(master, gradient, exp_avg, exp_avg_sq, step, **options)
-            parts = {weight: master[start : start + weight.shard.numel] for weight, start in members}
-            for weight in parts:
-                ReferenceShardCast([weight], weight.spec).write_amax(self._amax, parts.__getitem__)
-            self._unfinished.append(lambda scales, skip: self._encode(parts, scales, skip))
+        def update(gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
+            kernel = self._tiles.get(sub_group)
+            takes = kernel is not None and kernel.takes(exp_avg, exp_avg_sq)
+            taken = kernel if takes else ReferenceStep(members)
+            finish = taken(self._scales, self._amax, gradient, exp_avg, exp_avg_sq, step, **options)
+            self._unfinished.append(finish)
 
         return update
-
-    @staticmethod
-    def _encode(parts: dict[ShardedWeight, torch.Tensor], scales: torch.Tensor, skip: torch.Tensor | None) -> None:
-        for weight, numbers in parts.items():
-            if weight.shard.valid:
-                weight.write_master(numbers, scales, skip)
 
     def finish(self, skip: torch.Tensor) -> None:
         """Write what needs the amax of other ranks. Collective; the host waits for nothing."""

@@ -1,0 +1,268 @@
+"""AdamW's step of masters as codes and corrections (masters.py) in one pass: a program takes a block of 128 x 128.
+
+A program updates PART rows after another, stores their moments, and keeps their new masters in registers, 64 a thread.
+(Gradients and moments of the whole block beside them would not fit; masters that went to memory and back would be a
+second pass.) Then it has the amax of the block, and from that the scale, codes and corrections.
+
+    UPDATE     blocks that no other rank has a part of: everything
+    MEASURE    of the others only the amax; nothing else is written
+    FINISH     the others again, with the scale that all ranks have agreed on
+
+Moments have groups of 128 elements of the flat sub-group, or no scales. A row of a block is a group: rows and shards are
+multiples of 128 (`takes`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, random_word, scale_of, to_fp8
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.fp8 import MOMENTS
+from ds_fp8.optim.adamw import AdamStep
+from ds_fp8.optim.adamw_step_triton import BEYOND, common_arguments, state_arguments
+from ds_fp8.optim.masters import BELOW_A_POWER_OF_TWO, LARGEST_CORRECTION
+from ds_fp8.optim.moments import Moment
+from ds_fp8.optim.moments_triton import decode_tile, divide, encode_store
+from ds_fp8.zero.cast_triton import alone_in, tiles_of
+from ds_fp8.zero.weight import ShardedWeight
+
+UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
+PART, WARPS = 16, 8
+"""Rows that a program updates at once, and its warps."""
+_LARGEST_CORRECTION, _BELOW = tl.constexpr(float(LARGEST_CORRECTION)), tl.constexpr(float(BELOW_A_POWER_OF_TWO))
+_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
+"""Added and subtracted it rounds FP32 numbers below 2^22 to nearest even."""
+
+
+@triton.jit
+def _grid(code):
+    """Return the magnitude of E4M3 codes, given as bytes, and the exponent, biased by 127, of their binade."""
+    magnitude = tl.abs(code.to(tl.float8e4nv, bitcast=True).to(tl.float32))
+    return magnitude, tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, 121)
+
+
+@triton.jit
+def decode_master(code, correction, scale):
+    """Return FP32 masters: decode of optim/masters.py."""
+    magnitude, exponent = _grid(code)
+    step = ((exponent - 19) << 23).to(tl.float32, bitcast=True)
+    bits = (magnitude + correction.to(tl.float32) * step).to(tl.int32, bitcast=True) | ((code.to(tl.int32) & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * scale
+
+
+@triton.jit
+def _encode_master(w, scale, reciprocal, POW2: tl.constexpr):
+    """Return (codes as bytes, corrections): encode of optim/masters.py."""
+    code = to_fp8(w, reciprocal, tl.float8e4nv).to(tl.uint8, bitcast=True)
+    magnitude, exponent = _grid(code)
+    in_units = tl.abs(w * reciprocal if POW2 else tl.div_rn(w, scale + tl.zeros_like(w)))
+    inverse = ((273 - exponent) << 23).to(tl.float32, bitcast=True)
+    t = ((in_units - magnitude) * inverse + _TO_INTEGER) - _TO_INTEGER
+    power_of_two = ((magnitude.to(tl.int32, bitcast=True) & 0x007FFFFF) == 0) & (exponent > 121)
+    t = tl.minimum(tl.maximum(t, tl.where(power_of_two, -_BELOW, -_LARGEST_CORRECTION)), _LARGEST_CORRECTION)
+    return code, tl.where(in_units == in_units, t, 0.0).to(tl.int16)
+
+
+@triton.jit
+def _kept_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
+    """Return (scale, 1 / scale) from the bits of an amax: scale_from_amax(kept_amax(...)) of optim/masters.py."""
+    if POW2:
+        kept = (bits + 7 + ((bits >> 4) & 1)) & -16
+    else:
+        amax = bits.to(tl.float32, bitcast=True)
+        exact = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST).to(tl.int32, bitcast=True)
+        rounded = ((exact + 3 + ((exact >> 3) & 1)) & -8).to(tl.float32, bitcast=True)
+        kept = (rounded * LARGEST).to(tl.int32, bitcast=True)
+    return scale_of(tl.where(bits >= 0x7F800000, bits, kept), LARGEST, SMALLEST, POW2)
+
+
+@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["programs"])
+def _step(
+    owner, table, apart, programs, codes, corrections, old_scales, new_scales, amax,
+    grad, skip, factor, exp_avg, exp_avg_scale, exp_avg_exponent, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent,
+    beta1, beta2, eps, decay, step_size, root_factor, seed,
+    KIND1: tl.constexpr, DTYPE1: tl.constexpr, MAX1: tl.constexpr, LOG2_MAX1: tl.constexpr, SMALLEST1: tl.constexpr, MANTISSA1: tl.constexpr,
+    MIN_EXPONENT1: tl.constexpr,
+    KIND2: tl.constexpr, DTYPE2: tl.constexpr, MAX2: tl.constexpr, LOG2_MAX2: tl.constexpr, SMALLEST2: tl.constexpr, MANTISSA2: tl.constexpr,
+    MIN_EXPONENT2: tl.constexpr,
+    MASK: tl.constexpr, LOG2_RANGE: tl.constexpr, STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr,
+    NOISE1: tl.constexpr, NOISE2: tl.constexpr, SKIP: tl.constexpr, FAST: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, PART: tl.constexpr, WHAT: tl.constexpr, DTYPE: tl.constexpr,
+):
+    if SKIP:
+        if tl.load(skip) != 0:
+            return
+    program = tl.load(programs + tl.program_id(0))
+    weight = tl.load(owner + program).to(tl.int64)
+    fields = table + weight * 10
+    # Places in flat tensors pass 2^31. Shards begin and end at multiples of 128, and rows have so many elements.
+    columns = tl.multiple_of(tl.load(fields + 1), 128)
+    start, stop = tl.multiple_of(tl.load(fields + 2), 128), tl.multiple_of(tl.load(fields + 3), 128)
+    to_flat = tl.multiple_of(tl.load(fields + 7), 128) - start
+    codes += tl.multiple_of(tl.load(fields + 8), 16) - start
+    corrections += tl.multiple_of(tl.load(fields + 9), 16) - start
+    tile, across = program - tl.load(fields), columns // 128
+    tile_row = tl.load(fields + 4) + tile // across
+    block, first = tl.load(fields + 5) + tile_row * tl.load(fields + 6) + tile % across, tile_row * 128
+    column = (tile % across) * 128 + tl.arange(0, 128)
+    old_scale = tl.load(old_scales + block)
+    masters = ()
+    bits = tl.zeros([PART], tl.int32)
+    for part in tl.static_range(128 // PART):
+        row = first + part * PART + tl.arange(0, PART)
+        inside = (row * columns >= start) & (row * columns < stop)
+        place = row[:, None] * columns + column[None, :]
+        valid = inside[:, None] & (column >= 0)[None, :]
+        offsets = place + to_flat
+        groups = (row * columns + to_flat) // 128 + tile % across
+        g = tl.load(grad + offsets, mask=valid, other=0.0).to(tl.float32)
+        if factor is not None:
+            g = g * tl.load(factor)
+        m = decode_tile(tl.load(exp_avg + offsets, mask=valid, other=0), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
+        v = decode_tile(tl.load(exp_avg_sq + offsets, mask=valid, other=0), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
+        m = m * beta1 + g * (1.0 - beta1)
+        v = v * beta2 + g * g * (1.0 - beta2)
+        w = decode_master(tl.load(codes + place, mask=valid, other=0), tl.load(corrections + place, mask=valid, other=0), old_scale)
+        if apart is not None:
+            address = tl.load(apart + weight)
+            of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
+            w = tl.where(address != 0, of_user, w)
+        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
+        w = tl.where(valid, w, 0.0)
+        if WHAT != FINISH:
+            bits = tl.maximum(bits, amax_bits(w, 1))
+        if WHAT != MEASURE:
+            masters += (w,)
+            noise1 = w
+            noise2 = w
+            if NOISE1 or NOISE2:
+                word = random_word(offsets, seed.to(tl.uint32) + (offsets >> 32).to(tl.uint32) * BEYOND)
+                noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
+                noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
+            encode_store(
+                m, exp_avg, exp_avg_scale, exp_avg_exponent, offsets, groups, inside, valid, noise1, amax,
+                KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
+                True, NOISE1, False, False, FAST,
+            )
+            encode_store(
+                v, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent, offsets, groups, inside, valid, noise2, amax,
+                KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
+                False, NOISE2, False, False, FAST,
+            )
+    if WHAT != FINISH:
+        # A block is one program's: a plain store into zeros. Other ranks find its scale in the all-reduce.
+        bits = tl.minimum(tl.max(bits, 0), 0x7F800000) + tl.zeros([PART], tl.int32)
+        tl.store(amax + block + tl.zeros([PART], tl.int64), bits, mask=tl.arange(0, PART) == 0)
+    if WHAT != MEASURE:
+        if WHAT == UPDATE:
+            scale, reciprocal = _kept_scale(bits, LARGEST, SMALLEST, POW2)
+        else:
+            scale = tl.load(new_scales + block) + tl.zeros([PART], tl.float32)
+            reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        for part in tl.static_range(128 // PART):
+            row = first + part * PART + tl.arange(0, PART)
+            valid = ((row * columns >= start) & (row * columns < stop))[:, None] & (column >= 0)[None, :]
+            place = row[:, None] * columns + column[None, :]
+            code, correction = _encode_master(masters[part], scale[:, None], reciprocal[:, None], POW2)
+            tl.store(codes + place, code, mask=valid)
+            tl.store(corrections + place, correction, mask=valid)
+
+
+class TileStep:
+    """The step of one sub-group: one launch, and two more for blocks on several ranks."""
+
+    def __init__(self, members: Sequence[tuple[ShardedWeight, int]]):
+        self._whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
+            number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
+        )
+        self._members = members = [(weight, start) for weight, start in members if weight.shard.valid]
+        tiles = [tiles_of(weight) for weight, _ in members]
+        first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
+        rows = [
+            (begin, weight.shard.shape[1], weight.shard.start, weight.shard.start + weight.shard.valid, tile_row,
+             weight.scale_start, weight.scale_strides[0], flat, weight.start, weight.correction.storage_offset())
+            for (weight, flat), begin, (tile_row, _, _) in zip(members, first[:-1], tiles, strict=True)
+        ]  # fmt: skip
+        owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(first).diff())
+        alone = [alone_in(weight, *size) for (weight, _), size in zip(members, tiles, strict=True)]
+        alone = torch.cat(alone) if alone else torch.zeros(0, dtype=torch.bool)
+        self._tables = owner, torch.tensor(rows, dtype=torch.int64)
+        self._programs = {what: which.nonzero()[:, 0].int() for what, which in ((UPDATE, alone), (FINISH, ~alone))}
+
+    def takes(self, exp_avg: torch.Tensor | Moment, exp_avg_sq: torch.Tensor | Moment) -> bool:
+        """Return whether the kernel can step these weights and moments; the same on all ranks."""
+        moments = [moment for moment in (exp_avg, exp_avg_sq) if isinstance(moment, Moment)]
+        return self._whole and all(m.layout.granularity == "1x128" and m.codec.emulated is None for m in moments)
+
+    def __call__(
+        self,
+        scales: torch.Tensor,
+        amax: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor | Moment,
+        exp_avg_sq: torch.Tensor | Moment,
+        step: AdamStep,
+        *,
+        skip: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
+        seed: int | None = None,
+        stochastic: Collection[str] = MOMENTS,
+    ) -> Callable[[torch.Tensor, object], None]:
+        """Take the step of blocks that no other rank has a part of, and write the amax of all.
+
+        Args:
+            scales: Of the codes, FP32, all weights'.
+            amax: FP32, all weights', zeros.
+            gradient: Flat, of the sub-group.
+            exp_avg: Likewise.
+            exp_avg_sq: Likewise.
+            step: The step's numbers.
+            skip: As for adamw_step_reference; likewise the others.
+            factor: See there.
+            seed: See there.
+            stochastic: See there.
+
+        Returns:
+            What takes the step of the other blocks, by the new scales of all weights.
+        """
+        device, members = gradient.device, self._members
+        if not members:
+            return lambda scales, skip: None
+        if self._tables[0].device != device:
+            self._tables = tuple(table.to(device) for table in self._tables)
+            self._programs = {what: programs.to(device) for what, programs in self._programs.items()}
+        apart = [None if w.apart is None else w.apart.to(device, torch.float32) for w, _ in members]
+        addresses = None
+        if any(one is not None for one in apart):  # seldom: users have written to masters or weights
+            addresses = torch.tensor([0 if one is None else one.data_ptr() for one in apart], device=device)
+        weight, whole = members[0][0], (slice(0, gradient.numel()), slice(None))
+        # The buffers of all weights, from their beginnings: places in them are in the table.
+        codes, corrections = (one.as_strided((1,), (1,), 0) for one in (weight.data, weight.correction))
+        arguments = (
+            amax.view(torch.int32), gradient, skip, factor, *state_arguments(exp_avg, *whole),
+            *state_arguments(exp_avg_sq, *whole), step.beta1, step.beta2, step.eps, step.decay, step.step_size,
+            step.root_factor, seed or 0,
+        )  # fmt: skip
+        options = common_arguments(exp_avg, exp_avg_sq, gradient, skip, seed, stochastic)
+        options |= format_arguments(weight.spec.format, weight.spec.scale)
+
+        def launch(what: tl.constexpr, programs: torch.Tensor, new_scales: torch.Tensor) -> None:
+            if len(programs):
+                _step[(len(programs),)](
+                    *self._tables, addresses, programs, codes, corrections, scales, new_scales, *arguments, WHAT=what, PART=PART, num_warps=WARPS, **options
+                )
+
+        launch(UPDATE, self._programs[UPDATE], scales)
+        launch(MEASURE, self._programs[FINISH], scales)
+
+        def finish(agreed: torch.Tensor, skip: object, kept: list[torch.Tensor | None] = apart) -> None:
+            """Launch the rest; masters in `kept`, which are read by their addresses, live until here."""
+            launch(FINISH, self._programs[FINISH], agreed)
+
+        return finish

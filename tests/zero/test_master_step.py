@@ -1,0 +1,127 @@
+"""The one-pass kernel beside its reference. Off a GPU it runs in Triton's interpreter, whose casts round coarsely."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_fp8.casts import scale_from_amax
+from ds_fp8.config.formats import CastSpec
+from ds_fp8.optim.adamw import AdamStep
+from ds_fp8.optim.masters import kept_amax
+from ds_fp8.zero.masters import ReferenceStep
+from tests.optim.numbers import gradients, moment, numbers_of
+from tests.optim.test_kernels import assert_same_moment
+from tests.zero.shard_casts import DEVICE, buffer_of, weights_of
+
+kernels = pytest.importorskip("ds_fp8.zero.masters_triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered in (cast|divide):RuntimeWarning"),
+]
+SHAPES = [(256, 256), (130, 128), (384, 128)]
+"""Of two ranks each has whole blocks, and parts of blocks."""
+STEP = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+EXACT = DEVICE == "cuda"
+
+
+class Rank:
+    """Weights of one rank with masters, and the moments of their sub-group."""
+
+    def __init__(self, rank, world, scale, kept, scales, of_user=()):
+        spec = CastSpec(granularity="128x128", scale=scale)
+        self.weights = weights_of(rank, world, "128x128", DEVICE, SHAPES, spec)
+        numels = [weight.shard.numel for weight in self.weights]
+        starts = [sum(numels[:index]) for index in range(len(numels))]
+        self.members = list(zip(self.weights, starts, strict=True))
+        corrections = torch.zeros(sum(numels), dtype=torch.int16, device=DEVICE)
+        for weight, correction, shape in zip(self.weights, corrections.split(numels), SHAPES, strict=True):
+            weight.correction, weight.scale = correction, weight.scales_in(scales)
+            whole = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).flatten() * 0.02
+            part = torch.zeros(weight.shard.numel)
+            part[: weight.shard.valid] = whole[weight.shard.start :][: weight.shard.valid]
+            weight.write_master(part.to(DEVICE), scales)
+            if shape in of_user:
+                weight.apart = 2 * part.to(DEVICE)
+        numel, seed = sum(numels), 10 * rank
+        layout = {"device": DEVICE}
+        self.moments = (
+            moment(gradients(numel, seed) * 0.1, kept, **layout),
+            moment(gradients(numel, seed + 1) ** 2, kept, never_zero=True, **layout),
+        )
+        self.gradient = gradients(numel, seed + 2).to(DEVICE)
+
+    def masters(self):
+        return [weight.master()[: weight.shard.valid].cpu() for weight in self.weights]
+
+
+def stepped(make, world, scale, kept, of_user=(), **options):
+    """Ranks behind a step."""
+    amax = torch.full_like(buffer_of(weights_of(0, 1, "128x128", DEVICE, SHAPES)), 0.1)
+    scales = scale_from_amax(kept_amax(amax, scale), "e4m3", scale)
+    ranks = [Rank(rank, world, scale, kept, scales, of_user) for rank in range(world)]
+    found, finish = [], []
+    for rank in ranks:
+        found.append(torch.zeros_like(amax))
+        finish.append(make(rank.members)(scales, found[-1], rank.gradient, *rank.moments, STEP, **options))
+    new = scale_from_amax(kept_amax(torch.stack(found).amax(0), scale), "e4m3", scale)
+    for rank, last in zip(ranks, finish, strict=True):
+        last(new, options.get("skip"))
+        for weight in rank.weights:
+            if options.get("skip") is None:
+                weight.scale, weight.apart = weight.scales_in(new), None
+    return ranks, new
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize("kept", ["e4m3_expanded", "fp32"])
+def test_the_kernel_takes_the_step_of_its_reference(world, scale, kept):
+    of_user = SHAPES[1:2]
+    expected, scales = stepped(ReferenceStep, world, scale, kept, of_user)
+    found, new = stepped(kernels.TileStep, world, scale, kept, of_user)
+    torch.testing.assert_close(new, scales, rtol=2e-6, atol=0)
+    for one, other in zip(found, expected, strict=True):
+        assert one.members[0][0].shard.world == world
+        for left, right in zip(one.moments, other.moments, strict=True):
+            assert_same_moment(left, right, kept)
+        for left, right in zip(one.masters(), other.masters(), strict=True):
+            # A code that is rounded to the other side has a correction up to its limit: the interpreter's casts do so.
+            near = (left - right).abs() <= 2.0**-18 * right.abs() + 1e-9
+            assert near.float().mean() > (0.9999 if EXACT else 0.9)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nothing_is_written_where_the_step_is_skipped(world):
+    skip = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    untouched, _ = stepped(lambda members: lambda *a, **k: lambda *b: None, world, "pow2", "e4m3_expanded", skip=skip)
+    for make in (ReferenceStep, kernels.TileStep):
+        found, _ = stepped(make, world, "pow2", "e4m3_expanded", skip=skip)
+        for one, other in zip(found, untouched, strict=True):
+            for left, right in zip((*one.moments, *one.masters()), (*other.moments, *other.masters()), strict=True):
+                assert torch.equal(numbers_of(left), numbers_of(right))
+
+
+@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+def test_the_kernels_codes_are_those_of_torch(scale):
+    """From masters on the grid of codes, with no update: what the interpreter casts exactly, too."""
+    still = AdamStep(1, 0.0, 0.9, 0.95, 1e-8, 0.0)
+    ranks, new = [], None
+    for make in (ReferenceStep, kernels.TileStep):
+        amax = torch.full_like(buffer_of(weights_of(0, 1, "128x128", DEVICE, SHAPES)), 0.1)
+        scales = scale_from_amax(kept_amax(amax, scale), "e4m3", scale)
+        rank = Rank(0, 1, scale, "fp32", scales)
+        for weight in rank.weights:
+            weight.data.copy_(torch.arange(weight.shard.numel, device=DEVICE) % 127)
+            weight.correction.copy_(torch.arange(weight.shard.numel, device=DEVICE) % 65521 % 15000)
+        found = torch.zeros_like(amax)
+        finish = make(rank.members)(scales, found, rank.gradient, *rank.moments, still)
+        new = scale_from_amax(kept_amax(found, scale), "e4m3", scale)
+        finish(new, None)
+        ranks.append((rank, new))
+    (one, first), (other, second) = ranks
+    assert torch.equal(first, second)
+    for left, right in zip(one.weights, other.weights, strict=True):
+        assert (left.data != right.data).float().mean() <= (0.0 if EXACT else 0.07)
+        same = left.data == right.data
+        assert torch.equal(left.correction[same], right.correction[same])

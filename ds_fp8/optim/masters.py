@@ -1,9 +1,10 @@
 """Masters of FP8 weights in 3 bytes, one of which is gathered anyway: E4M3 codes and 16-bit corrections, in torch.
 
-    |master| = (|code| + correction * ulp(code) / 65536) * scale         the sign is the code's
+    bits(|master| / scale) = bits(|code|) + 16 * correction            as FP32; the sign is the code's
 
-ulp(code) is the distance from a code to the next larger one, 2^-9 where codes are subnormal: a master has 20
-significant bits, or is a multiple of 2^-25 scale.
+That is how FP32 is BF16 and 16 bits. FP32 numbers order like their bits, and E4M3 has 3 of their 23 bits of mantissa:
+an ulp of a code is 65,536 steps, and a master has 20 significant bits. Subnormal codes are all one ulp apart, as the
+numbers of one binade are: there 2^-6 is added to both sides.
 
 The code is the cast of the master: corrections stay one step inside of half an ulp. And the scale is that of the
 masters' own amax: the amax is rounded to what masters keep (`kept_amax`) before a scale is made of it. So the FP32
@@ -21,8 +22,8 @@ from ds_fp8.config.formats import FORMATS, CastSpec, has_power_of_two_scales
 
 FORMAT = "e4m3"
 LARGEST_CORRECTION = 32767
-BELOW_A_POWER_OF_TWO = 16383
-"""Largest correction downwards where codes below lie half as far apart."""
+SMALLEST_NORMAL = 2.0**-6
+_ITS_BITS = (127 - 6) << 23
 
 
 def why_no_correction(spec: CastSpec) -> str | None:
@@ -44,32 +45,30 @@ def kept_amax(amax: torch.Tensor, scale_type: str) -> torch.Tensor:
 
 def _rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Round the lowest bits of positive FP32 numbers away, to nearest even."""
-    word = x.view(torch.int32)
-    return ((word + ((1 << (bits - 1)) - 1) + ((word >> bits) & 1)) & -(1 << bits)).view(torch.float32)
+    return (_shifted(x.view(torch.int32), bits) << bits).view(torch.float32)
+
+
+def _shifted(word: torch.Tensor, bits: int) -> torch.Tensor:
+    return (word + ((1 << (bits - 1)) - 1) + ((word >> bits) & 1)) >> bits
 
 
 def encode(numbers: torch.Tensor, scale: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (codes, corrections int16) of a matrix of FP32 numbers; NaN's code and 0 where a scale is NaN."""
+    """Return (codes, corrections int16) of a matrix of FP32 numbers; the codes are NaN where a scale is."""
     codes = cast(numbers, scale, FORMAT, granularity)
-    magnitude, step = _grid(codes)
     # Divided, not multiplied by a rounded reciprocal: its error would be the same in every step, and add up.
-    in_units = per_element(torch.div, numbers, scale, granularity).abs_()
-    correction = in_units.sub_(magnitude).div_(step).round_()
-    power_of_two = ((magnitude.view(torch.int32) & 0x007FFFFF) == 0) & (magnitude > 2.0**-6)
-    lowest = torch.where(power_of_two, -BELOW_A_POWER_OF_TWO, -LARGEST_CORRECTION)
-    correction = torch.minimum(torch.maximum(correction, lowest), torch.full_like(correction, LARGEST_CORRECTION))
-    return codes, torch.where(correction.isfinite(), correction, 0).to(torch.int16)
+    magnitude = per_element(torch.div, numbers, scale, granularity).abs_()
+    more = torch.where(magnitude < SMALLEST_NORMAL, SMALLEST_NORMAL, 0.0)
+    difference = magnitude.add_(more).view(torch.int32) - (numbers_of(codes).abs() + more).view(torch.int32)
+    correction = _shifted(difference, 4).clamp_(-LARGEST_CORRECTION, LARGEST_CORRECTION)
+    return codes, correction.to(torch.int16)
 
 
 def decode(codes: torch.Tensor, correction: torch.Tensor, scale: torch.Tensor, granularity: str) -> torch.Tensor:
     """Return the FP32 masters [R, C] of a matrix of codes."""
-    magnitude, step = _grid(codes)
-    sign = numbers_of(codes)
-    return per_element(torch.mul, torch.copysign(magnitude + correction.float() * step, sign), scale, granularity)
-
-
-def _grid(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the magnitudes of codes, and the step of corrections there: ulp / 65536."""
-    magnitude = numbers_of(codes).abs()
-    exponent = (magnitude.view(torch.int32) >> 23).clamp_min(127 - 6)  # subnormal codes are all one ulp apart
-    return magnitude, ((exponent - 3 - 16) << 23).view(torch.float32)
+    code = numbers_of(codes)
+    magnitude, correction = code.abs(), correction.int()
+    # What lies below the smallest normal number, which is also the code of some numbers below it.
+    small = magnitude.view(torch.int32) + correction < _ITS_BITS
+    more = torch.where(small, SMALLEST_NORMAL, 0.0)
+    bits = (magnitude + more).view(torch.int32) + (correction << 4)
+    return per_element(torch.mul, torch.copysign(bits.view(torch.float32) - more, code), scale, granularity)

@@ -1,6 +1,6 @@
 """AdamW's step of masters as codes and corrections (masters.py) in one pass: a program takes a block of 128 x 128.
 
-A program updates PART rows after another, stores their moments, and keeps their new masters in registers, 64 a thread.
+A program updates PART rows after another, stores their moments, and keeps their new masters in registers, 32 a thread.
 (Gradients and moments of the whole block beside them would not fit; masters that went to memory and back would be a
 second pass.) Then it has the amax of the block, and from that the scale, codes and corrections.
 
@@ -26,33 +26,37 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.adamw_step_triton import BEYOND, common_arguments, state_arguments
-from ds_fp8.optim.masters import BELOW_A_POWER_OF_TWO, LARGEST_CORRECTION
+from ds_fp8.optim.masters import LARGEST_CORRECTION, SMALLEST_NORMAL
 from ds_fp8.optim.moments import Moment
 from ds_fp8.optim.moments_triton import decode_tile, divide, encode_store
 from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.weight import ShardedWeight
 
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
-PART, WARPS = 16, 8
-"""Rows that a program updates at once, and its warps."""
-_LARGEST_CORRECTION, _BELOW = tl.constexpr(float(LARGEST_CORRECTION)), tl.constexpr(float(BELOW_A_POWER_OF_TWO))
-_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
-"""Added and subtracted it rounds FP32 numbers below 2^22 to nearest even."""
+PART, WARPS = 32, 16
+"""Rows that a program updates at once, and its warps: 128 registers a thread and no spills (of 8 warps 254)."""
+_LARGEST_CORRECTION, _SMALLEST_NORMAL = tl.constexpr(LARGEST_CORRECTION), tl.constexpr(SMALLEST_NORMAL)
+_ITS_BITS = tl.constexpr((127 - 6) << 23)
 
 
 @triton.jit
-def _grid(code):
-    """Return the magnitude of E4M3 codes, given as bytes, and the exponent, biased by 127, of their binade."""
-    magnitude = tl.abs(code.to(tl.float8e4nv, bitcast=True).to(tl.float32))
-    return magnitude, tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, 121)
+def _magnitude_of(code):
+    return tl.abs(code.to(tl.float8e4nv, bitcast=True).to(tl.float32))
+
+
+@triton.jit
+def _shifted(word, BITS: tl.constexpr):
+    """Return integers without their lowest bits, rounded to nearest even."""
+    return (word + ((1 << (BITS - 1)) - 1) + ((word >> BITS) & 1)) >> BITS
 
 
 @triton.jit
 def decode_master(code, correction, scale):
     """Return FP32 masters: decode of optim/masters.py."""
-    magnitude, exponent = _grid(code)
-    step = ((exponent - 19) << 23).to(tl.float32, bitcast=True)
-    bits = (magnitude + correction.to(tl.float32) * step).to(tl.int32, bitcast=True) | ((code.to(tl.int32) & 0x80) << 24)
+    magnitude, t = _magnitude_of(code), correction.to(tl.int32)
+    more = tl.where(magnitude.to(tl.int32, bitcast=True) + t < _ITS_BITS, _SMALLEST_NORMAL, 0.0)
+    bits = (magnitude + more).to(tl.int32, bitcast=True) + (t << 4)
+    bits = (bits.to(tl.float32, bitcast=True) - more).to(tl.int32, bitcast=True) | ((code.to(tl.int32) & 0x80) << 24)
     return bits.to(tl.float32, bitcast=True) * scale
 
 
@@ -60,25 +64,42 @@ def decode_master(code, correction, scale):
 def _encode_master(w, scale, reciprocal, POW2: tl.constexpr):
     """Return (codes as bytes, corrections): encode of optim/masters.py."""
     code = to_fp8(w, reciprocal, tl.float8e4nv).to(tl.uint8, bitcast=True)
-    magnitude, exponent = _grid(code)
-    in_units = tl.abs(w * reciprocal if POW2 else tl.div_rn(w, scale + tl.zeros_like(w)))
-    inverse = ((273 - exponent) << 23).to(tl.float32, bitcast=True)
-    t = ((in_units - magnitude) * inverse + _TO_INTEGER) - _TO_INTEGER
-    power_of_two = ((magnitude.to(tl.int32, bitcast=True) & 0x007FFFFF) == 0) & (exponent > 121)
-    t = tl.minimum(tl.maximum(t, tl.where(power_of_two, -_BELOW, -_LARGEST_CORRECTION)), _LARGEST_CORRECTION)
-    return code, tl.where(in_units == in_units, t, 0.0).to(tl.int16)
+    x = tl.abs(w * reciprocal)
+    if not POW2:
+        # The quotient, rounded once: one step of Newton's from a reciprocal that is (Markstein 1990).
+        x = tl.fma(tl.fma(-x, scale + tl.zeros_like(x), tl.abs(w)), reciprocal + tl.zeros_like(x), x)
+    more = tl.where(x < _SMALLEST_NORMAL, _SMALLEST_NORMAL, 0.0)
+    t = _shifted((x + more).to(tl.int32, bitcast=True) - (_magnitude_of(code) + more).to(tl.int32, bitcast=True), 4)
+    return code, tl.minimum(tl.maximum(t, -_LARGEST_CORRECTION), _LARGEST_CORRECTION).to(tl.int16)
+
+
+@triton.jit
+def _at(pointers, valid, EVEN: tl.constexpr):
+    """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""
+    if EVEN:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=valid, other=0)
+    return x
+
+
+@triton.jit
+def _put(pointers, x, valid, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointers, x)
+    else:
+        tl.store(pointers, x, mask=valid)
 
 
 @triton.jit
 def _kept_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
     """Return (scale, 1 / scale) from the bits of an amax: scale_from_amax(kept_amax(...)) of optim/masters.py."""
     if POW2:
-        kept = (bits + 7 + ((bits >> 4) & 1)) & -16
+        kept = _shifted(bits, 4) << 4
     else:
         amax = bits.to(tl.float32, bitcast=True)
         exact = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST).to(tl.int32, bitcast=True)
-        rounded = ((exact + 3 + ((exact >> 3) & 1)) & -8).to(tl.float32, bitcast=True)
-        kept = (rounded * LARGEST).to(tl.int32, bitcast=True)
+        kept = ((_shifted(exact, 3) << 3).to(tl.float32, bitcast=True) * LARGEST).to(tl.int32, bitcast=True)
     return scale_of(tl.where(bits >= 0x7F800000, bits, kept), LARGEST, SMALLEST, POW2)
 
 
@@ -93,7 +114,7 @@ def _step(
     MIN_EXPONENT2: tl.constexpr,
     MASK: tl.constexpr, LOG2_RANGE: tl.constexpr, STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr,
     NOISE1: tl.constexpr, NOISE2: tl.constexpr, SKIP: tl.constexpr, FAST: tl.constexpr,
-    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, PART: tl.constexpr, WHAT: tl.constexpr, DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr, PART: tl.constexpr, WHAT: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):
     if SKIP:
         if tl.load(skip) != 0:
@@ -121,20 +142,21 @@ def _step(
         valid = inside[:, None] & (column >= 0)[None, :]
         offsets = place + to_flat
         groups = (row * columns + to_flat) // 128 + tile % across
-        g = tl.load(grad + offsets, mask=valid, other=0.0).to(tl.float32)
+        g = _at(grad + offsets, valid, EVEN).to(tl.float32)
         if factor is not None:
             g = g * tl.load(factor)
-        m = decode_tile(tl.load(exp_avg + offsets, mask=valid, other=0), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
-        v = decode_tile(tl.load(exp_avg_sq + offsets, mask=valid, other=0), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
+        m = decode_tile(_at(exp_avg + offsets, valid, EVEN), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
+        v = decode_tile(_at(exp_avg_sq + offsets, valid, EVEN), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
         m = m * beta1 + g * (1.0 - beta1)
         v = v * beta2 + g * g * (1.0 - beta2)
-        w = decode_master(tl.load(codes + place, mask=valid, other=0), tl.load(corrections + place, mask=valid, other=0), old_scale)
+        w = decode_master(_at(codes + place, valid, EVEN), _at(corrections + place, valid, EVEN), old_scale)
         if apart is not None:
             address = tl.load(apart + weight)
             of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
             w = tl.where(address != 0, of_user, w)
         w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
-        w = tl.where(valid, w, 0.0)
+        if not EVEN:
+            w = tl.where(valid, w, 0.0)
         if WHAT != FINISH:
             bits = tl.maximum(bits, amax_bits(w, 1))
         if WHAT != MEASURE:
@@ -148,12 +170,12 @@ def _step(
             encode_store(
                 m, exp_avg, exp_avg_scale, exp_avg_exponent, offsets, groups, inside, valid, noise1, amax,
                 KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
-                True, NOISE1, False, False, FAST,
+                True, NOISE1, False, EVEN, FAST,
             )
             encode_store(
                 v, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent, offsets, groups, inside, valid, noise2, amax,
                 KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
-                False, NOISE2, False, False, FAST,
+                False, NOISE2, False, EVEN, FAST,
             )
     if WHAT != FINISH:
         # A block is one program's: a plain store into zeros. Other ranks find its scale in the all-reduce.
@@ -170,8 +192,8 @@ def _step(
             valid = ((row * columns >= start) & (row * columns < stop))[:, None] & (column >= 0)[None, :]
             place = row[:, None] * columns + column[None, :]
             code, correction = _encode_master(masters[part], scale[:, None], reciprocal[:, None], POW2)
-            tl.store(codes + place, code, mask=valid)
-            tl.store(corrections + place, correction, mask=valid)
+            _put(codes + place, code, valid, EVEN)
+            _put(corrections + place, correction, valid, EVEN)
 
 
 class TileStep:
@@ -181,6 +203,8 @@ class TileStep:
         self._whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
             number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
         )
+        self._even = all(weight.shard.shape[0] % BLOCK == 0 for weight, _ in members)
+        """Whether all blocks of one rank alone are whole."""
         self._members = members = [(weight, start) for weight, start in members if weight.shard.valid]
         tiles = [tiles_of(weight) for weight, _ in members]
         first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
@@ -255,7 +279,8 @@ class TileStep:
         def launch(what: tl.constexpr, programs: torch.Tensor, new_scales: torch.Tensor) -> None:
             if len(programs):
                 _step[(len(programs),)](
-                    *self._tables, addresses, programs, codes, corrections, scales, new_scales, *arguments, WHAT=what, PART=PART, num_warps=WARPS, **options
+                    *self._tables, addresses, programs, codes, corrections, scales, new_scales, *arguments, WHAT=what, EVEN=self._even and what is UPDATE,
+                    PART=PART, num_warps=WARPS, **options
                 )
 
         launch(UPDATE, self._programs[UPDATE], scales)

@@ -124,4 +124,7 @@ def test_the_kernels_codes_are_those_of_torch(scale):
     for left, right in zip(one.weights, other.weights, strict=True):
         assert (left.data != right.data).float().mean() <= (0.0 if EXACT else 0.07)
         same = left.data == right.data
-        assert torch.equal(left.correction[same], right.correction[same])
+        apart = (left.correction.int() - right.correction.int())[same].abs()
+        # Quotients by FP32 scales are found with fused products, which the interpreter rounds twice.
+        assert apart.max() <= (0 if scale == "pow2" else 1)
+        assert apart.float().mean() <= (1e-4 if EXACT else 0.2)

@@ -18,6 +18,7 @@ TINY = {
     "casts": "--presets infir2,rowwise --tokens 16",
     "experts": "--preset precise --tokens 16",
     "gemms": "--presets infir2 --backends reference --tokens 16",
+    "update": "",
     "layers": "--layers 1 --length 16 --sequences 1 --repeats 1 --only hf,infir2",
 }
 FP8_ERROR = 0.01, 0.15

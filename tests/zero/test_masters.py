@@ -26,6 +26,10 @@ def config(master="fp8_plus16", scale="pow2", moments=False, fp8=None, **zero):
     return models.config({"monitor": {"every": 0}, **weight, **(fp8 or {}), "optimizer": kept}, **zero)
 
 
+def whole(parameter):
+    return safe_get_full_fp32_param(parameter).cpu()
+
+
 def state(engine) -> dict[str, torch.Tensor]:
     """Everything that masters are made of, and what is gathered."""
     kept = {}
@@ -33,9 +37,9 @@ def state(engine) -> dict[str, torch.Tensor]:
         weight = engine.fp8.weights.of(parameter)
         if weight is not None and weight.correction is not None:
             valid = weight.shard.valid
-            kept |= {f"{name} codes": weight.data[:valid].clone(), f"{name} scale": weight.scale.clone(),
-                     f"{name} correction": weight.correction[:valid].clone()}  # fmt: skip
-        kept[f"{name} master"] = safe_get_full_fp32_param(parameter)
+            parts = {"codes": weight.data[:valid], "scale": weight.scale, "correction": weight.correction[:valid]}
+            kept |= {f"{name} {part}": numbers.to("cpu", copy=True) for part, numbers in parts.items()}
+        kept[f"{name} master"] = whole(parameter)
     return kept
 
 
@@ -44,10 +48,10 @@ def assert_same(left, right):
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def train(*arguments):
-    engine = models.build(config(*arguments))
+def train(master, scale, sizes=(131, 301)):
+    engine = models.build(config(master, scale), sizes=sizes)
     losses = models.train(engine, 6)
-    masters = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    masters = {name: whole(p) for name, p in engine.module.named_parameters()}
     flat = engine.optimizer.fp32_partitioned_groups_flat
     memory = sum(one.untyped_storage().nbytes() for one in flat)
     coded = sum(weight.correction is not None for weight in engine.fp8.weights)
@@ -58,8 +62,12 @@ def train(*arguments):
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 def test_a_run_is_that_of_fp32_masters(ranks, world, scale):
     fp32, coded = (ranks(world, train, master, scale) for master in ("fp32", "fp8_plus16"))
+    assert_like_fp32(fp32, coded)
+
+
+def assert_like_fp32(fp32, coded):
     for (losses, masters, memory, none), (found, kept, less, count) in zip(fp32, coded, strict=True):
-        assert found == pytest.approx(losses, rel=1e-3)
+        assert found == pytest.approx(losses, rel=3e-3)
         assert (none, count) == (0, 6)
         assert less < memory / 3  # embedding, head and biases are left
         for name, master in masters.items():
@@ -68,15 +76,19 @@ def test_a_run_is_that_of_fp32_masters(ranks, world, scale):
         assert all(torch.equal(coded[0][1][name], other[1][name]) for other in coded)
 
 
-def skipped(moments, written):
+def batch(engine, number):
+    return models.batch(number, dist.get_rank()).to(engine.device)
+
+
+def skipped(moments, written, sizes=SIZES):
     """State before and after a step that an Inf turns off."""
-    engine = models.build(config(moments=moments), sizes=SIZES)
+    engine = models.build(config(moments=moments), sizes=sizes)
     models.train(engine, 2)
     if written:  # the user's BF16 numbers stay, and the masters behind them
         write_bf16(engine)
-        engine(models.batch(9, dist.get_rank()))
+        engine(batch(engine, 9))
     before, numbers = state(engine), models.bf16_weights(engine)
-    engine.backward(engine(models.batch(2, dist.get_rank())) * (torch.inf if dist.get_rank() == 0 else 1.0))
+    engine.backward(engine(batch(engine, 2)) * (torch.inf if dist.get_rank() == 0 else 1.0))
     engine.step()
     assert engine.skipped_steps == 1
     return before, state(engine), numbers, models.bf16_weights(engine)
@@ -97,13 +109,13 @@ def write_bf16(engine):
             weight.data.mul_(1.5)
 
 
-def writes(master):
+def writes(master, sizes=SIZES):
     """Losses around writes of users, and what they read."""
-    engine = models.build(config(master), sizes=SIZES)
+    engine = models.build(config(master), sizes=sizes)
     up, down = engine.module.layers[1].up.weight, engine.module.layers[2].down.weight
     losses = models.train(engine, 2)
     safe_set_full_fp32_param(up, 1.5 * safe_get_full_fp32_param(up))
-    whole = safe_get_full_fp32_param(up)
+    set_to = whole(up)
     losses += models.train(engine, 2, start=2)
     local = safe_get_local_fp32_param(down).clone()
     if dist.get_rank() == 1:  # alone, and seen from the next step on
@@ -116,29 +128,33 @@ def writes(master):
     losses += models.train(engine, 2, start=6)
     assert not any(weight.apart is not None for weight in engine.fp8.weights)
     assert torch.equal(read, (1.25 if dist.get_rank() == 1 else 1.0) * local)
-    return losses, whole, safe_get_full_fp32_param(up), safe_get_full_fp32_param(down), untouched
+    return losses, set_to, whole(up), whole(down), untouched
 
 
 def test_users_write_masters_and_numbers(ranks):
-    for found, expected in zip(ranks(2, writes, "fp8_plus16"), ranks(2, writes, "fp32"), strict=True):
+    assert_alike(ranks(2, writes, "fp8_plus16"), ranks(2, writes, "fp32"))
+
+
+def assert_alike(coded, fp32):
+    for found, expected in zip(coded, fp32, strict=True):
         assert found[0] == pytest.approx(expected[0], rel=2e-3)
         for one, other in zip(found[1:4], expected[1:4], strict=True):
             assert (one - other).norm() < 2e-3 * other.norm()
         assert found[4]
 
 
-def resume(folder, scale, moments, other):
+def resume(folder, scale, moments, other, sizes=SIZES):
     """State and losses of a run that went on, and of one that loaded; a load of the weights alone."""
     arguments = {"scale": scale, "moments": moments, "sub_group_size": 50000}
-    engine = models.build(config(**arguments), sizes=SIZES)
+    engine = models.build(config(**arguments), sizes=sizes)
     models.train(engine, 3)
     engine.save_checkpoint(folder, tag="three")
     saved = state(engine)
     went_on = models.train(engine, 3, start=3), state(engine)
-    engine = models.build(config(**arguments), sizes=SIZES)
+    engine = models.build(config(**arguments), sizes=sizes)
     models.train(engine, other)
     engine.load_checkpoint(folder, tag="three")
-    engine(models.batch(0, 0))  # which casts
+    engine(batch(engine, 0))  # which casts
     loaded = state(engine)
     resumed = models.train(engine, 3, start=3), state(engine)
     return saved, loaded, went_on, resumed
@@ -158,10 +174,10 @@ def universal(folder, tag, master, steps, load):
     engine = models.build({**config(master), "checkpoint": {"load_universal": load is not None}}, sizes=SIZES)
     if load is not None:
         engine.load_checkpoint(folder, tag=load, load_module_strict=False)
-    loaded = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    loaded = {name: whole(p) for name, p in engine.module.named_parameters()}
     losses = models.train(engine, steps)
     engine.save_checkpoint(folder, tag=tag)
-    return loaded, {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}, losses
+    return loaded, {name: whole(p) for name, p in engine.module.named_parameters()}, losses
 
 
 def test_universal_checkpoints_lose_nothing_between_ranks_and_masters(ranks, tmp_path):
@@ -188,7 +204,7 @@ def exported(folder):
     engine = models.build(config(moments=True), sizes=SIZES)
     models.train(engine, 2)
     engine.save_checkpoint(folder, tag="two")
-    masters = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    masters = {name: whole(p) for name, p in engine.module.named_parameters()}
     dist.barrier()
     found = get_fp32_state_dict_from_zero_checkpoint(folder, tag="two")
     return masters, {name: numbers.detach() for name, numbers in found.items()}
@@ -233,7 +249,7 @@ def sharded_by_hand(scale):
     engine.fp8.weights.leave_fp8([engine.module.layers[0].up.weight])
     losses += models.train(engine, 3, start=3)
     up = engine.module.layers[0].up.weight
-    return losses, models.bf16_weights(engine), safe_get_full_fp32_param(up), "layers.0.up.weight"
+    return losses, models.bf16_weights(engine), whole(up), "layers.0.up.weight"
 
 
 def test_outlier_channels_and_weights_that_left_fp8(ranks):

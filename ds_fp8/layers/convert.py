@@ -218,6 +218,7 @@ def casts(model: nn.Module) -> bool:
 def restore(layer: nn.Module) -> list[nn.Parameter]:
     """Let a layer compute in its own precision again, by its own class; returns the weights that were FP8's."""
     _unfuse(layer)
+    use_own_kernels(layer)
     linears = [module for module in layer.modules() if isinstance(module, FP8Linear)]
     for linear in linears:
         linear.__class__ = linear.own_class

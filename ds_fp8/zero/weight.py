@@ -116,6 +116,8 @@ class ShardedWeight:
         self.source = Source.MASTER
         self.stale = True
         """Whether masters or the BF16 shard were written since the last cast."""
+        self.shown = False
+        """Whether its present cast was measured."""
         self.in_fp8 = True
         """Whether modules get it in FP8: not one that was left out later, although it is cast with the others."""
         self.frees_bf16 = False
@@ -207,7 +209,7 @@ class ShardedWeight:
 
     def was_cast(self, scales: torch.Tensor) -> None:
         """Note that the codes are those of the present numbers, with scales in the buffer `scales` of all weights."""
-        self.stale, self.scale = False, self.scales_in(scales)
+        self.stale, self.scale, self.shown = False, self.scales_in(scales), False
 
     def pin_scale(self, buffer: torch.Tensor) -> None:
         self.scale = self.scales_in(buffer).copy_(self.scale)

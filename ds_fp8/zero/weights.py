@@ -131,11 +131,14 @@ class ShardedWeights:
     def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
         """Call `show(parameter, rows, cast, elements)` for each shard that is gathered in FP8. Between steps.
 
-        The rows are those that the shard of so many elements touches, in high precision and as they are sent.
+        The rows are those that the shard of so many elements touches, in high precision and as they are sent. A shard
+        that waits on the host is shown once after its cast.
         """
         self.wait_for_cast()
         for weight in self:
-            if weight.in_fp8 and weight.shard.valid:
+            on_host = not weight.has_bf16 and not is_trained(weight.parameter)
+            if weight.in_fp8 and weight.shard.valid and not (on_host and weight.shown):
+                weight.shown = True
                 numbers = weight.before_cast(on_device(weight.numbers(), self.codes.device))
                 cast = QuantizedTensor.of_bytes(weight.cover(weight.data), weight.covered(weight.scale), weight.spec)
                 show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)

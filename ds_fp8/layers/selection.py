@@ -48,11 +48,8 @@ WRAPPED_BY_PEFT = {"base_layer", "base_model", "model", "original_module"}
 
 def matches(name: str, pattern: str) -> bool:
     """Return whether `pattern` means the module of this dotted name: the name, one or more of its parts, or a glob."""
-    return f".{pattern}." in f".{name}." or any(fnmatchcase(known, pattern) for known in {name, _without_peft(name)})
-
-
-def _without_peft(name: str) -> str:
-    return name.removeprefix("base_model.model.").removesuffix(".base_layer")
+    without_peft = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+    return f".{pattern}." in f".{name}." or any(fnmatchcase(known, pattern) for known in {name, without_peft})
 
 
 def first_matches(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:

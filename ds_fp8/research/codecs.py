@@ -97,11 +97,7 @@ def encode(x: torch.Tensor, codec: TableCodec) -> torch.Tensor:
         from ds_fp8.research.codecs_triton import encode_elements
 
         return encode_elements(x, midpoints(codec, x.device), codec.bits)
-    return encode_by_table(x, codec)
-
-
-def encode_by_table(x: torch.Tensor, codec: TableCodec) -> torch.Tensor:
-    """Compute `encode` with two look-ups an element: on a CPU ten times faster than looking for the place."""
+    # Two look-ups an element: on a CPU ten times faster than looking for the place.
     codes, beyond = _nearest_cells(codec, x.device)
     # The upper half of an FP32 number is the BF16 number below it in magnitude: 65536 cells, with at most one limit
     # each.

@@ -148,16 +148,13 @@ def fitted_scales(x: torch.Tensor, format: str, granularity: str = "1x128") -> t
 
 def e4m3_scales(amax: torch.Tensor, format: str) -> torch.Tensor:
     """Return the scales of groups, rounded to E4M3 in units of one FP32 scale of the tensor, as NVFP4 stores them."""
-    return of_finite_groups(amax, _in_units_of_the_tensor(exact_scale(amax, FORMATS[format].max)))
-
-
-def _in_units_of_the_tensor(scale: torch.Tensor) -> torch.Tensor:
-    """Round the scales of all groups of a tensor to E4M3 in units of one FP32 scale, as NVFP4 stores them."""
+    scale = exact_scale(amax, FORMATS[format].max)
     if scale.numel() == 0:
         return scale
     codes = FORMATS["e4m3"]
     unit = (scale.amax() / torch.full_like(scale, codes.max)).clamp_min(SMALLEST_SCALE)
-    return (scale / unit).clamp(codes.smallest_subnormal, codes.max).to(codes.dtype).float() * unit
+    rounded = (scale / unit).clamp(codes.smallest_subnormal, codes.max).to(codes.dtype).float() * unit
+    return of_finite_groups(amax, rounded)
 
 
 def static_scale_type(exponent: int = 0) -> str:

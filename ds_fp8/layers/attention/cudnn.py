@@ -84,7 +84,11 @@ def unavailable() -> str | None:
         return f"Transformer Engine cannot be loaded: {str(error).splitlines()[0]}"
     if not {*_MASK, *_BACKWARD_LAYOUT} <= inspect.signature(fused_attn_bwd).parameters.keys():
         return "this Transformer Engine is too old: its attention takes other arguments (2.20 is known to work)"
-    return _other_cudnn()
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return f"another cuDNN than torch's was loaded first, by Transformer Engine perhaps: {error}"
+    return None
 
 
 def load_cudnn() -> None:
@@ -106,14 +110,6 @@ def load_cudnn() -> None:
         folder = folders.pop()
         for path in (folder / "libcudnn.so.9", *sorted(folder.glob("libcudnn_*.so.9"))):
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-
-
-def _other_cudnn() -> str | None:
-    try:
-        torch.backends.cudnn.version()
-    except RuntimeError as error:
-        return f"another cuDNN than torch's was loaded first, by Transformer Engine perhaps: {error}"
-    return None
 
 
 def forward(

@@ -166,7 +166,8 @@ def _attention(
     **more: Any,
 ) -> tuple[torch.Tensor, Any]:
     qkv, takes_ends = QKV(query, key, value), implementation == "packed"
-    before = sequence_parallel.without_documents(ALL_ATTENTION_FUNCTIONS[implementation])
+    before = ALL_ATTENTION_FUNCTIONS[implementation]
+    before = getattr(before, "finds_documents", before)
     options = {"dropout": dropout, "scaling": scaling, **more}
     exchange = sequence_parallel.exchange_of(before)
     if exchange is None:

@@ -123,10 +123,6 @@ def find_documents(name: str, takes_ends: bool) -> None:
     ALL_ATTENTION_FUNCTIONS[name] = keep_to_documents
 
 
-def without_documents(attention: Attention) -> Attention:
-    return getattr(attention, "finds_documents", attention)
-
-
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Let each rank compute whole sequences of its own inside, as generation must: with "sdpa", and no exchange.

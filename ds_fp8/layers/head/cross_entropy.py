@@ -14,13 +14,10 @@ which ZeRO-3 has released by then.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_operand
@@ -188,15 +185,20 @@ def _in_fp8(
         transposed = recipe.cast_weight_columnwise(weight)
     elif wants_dx:
         transposed, factor = dgrad_operand(cast, recipe.transposed)
-    by_tile = factor is None and _casts_by_tile(recipe, hidden, len(weight), chunk)
+    by_tile, spec = factor is None and _casts_by_tile(recipe, hidden, len(weight), chunk), recipe.grad_output
+    if by_tile:
+        from ds_fp8.casts.primitives_triton import empty_result
+        from ds_fp8.layers.head.softmax_gradient_triton import softmax_gradient_cast
     for group in _slices(len(hidden), group_tokens(weight.shape[1], chunk) if by_tile else chunk):
         x, target, dx = hidden[group], targets[group], dhidden[group] if wants_dx else None
         # One operand [V, T] for all chunks of the group, each of which writes its own range of tokens.
-        columns = _empty_columns(recipe, len(weight), x) if by_tile and wants_dweight else None
+        columns = None
+        if by_tile and wants_dweight:
+            columns = empty_result(len(weight), len(x), spec.format, spec.granularity, spec.scale, x.device)
         for rows in _slices(len(x), chunk):
             logits, row = recipe.multiply(recipe.cast_input(x[rows]), cast, x.dtype), None
             if by_tile:
-                found, row = _cast_gradient(recipe, logits, target[rows], wants_dx, columns, rows.start)
+                found, row = softmax_gradient_cast(logits, target[rows], IGNORED, spec, wants_dx, columns, rows.start)
             else:
                 found = softmax_gradient(logits, target[rows], wants_dx or wants_dweight)
                 if wants_dx or wants_dweight:
@@ -219,20 +221,6 @@ def _casts_by_tile(recipe: LinearRecipe, hidden: torch.Tensor, vocabulary: int, 
     """Return whether a kernel can turn the logits of every chunk into both casts of their gradient."""
     whole = all(length % BLOCK == 0 for length in (len(hidden), min(chunk, len(hidden)), vocabulary))
     return hidden.is_cuda and whole and recipe.casts_by_tile
-
-
-def _empty_columns(recipe: LinearRecipe, vocabulary: int, hidden: torch.Tensor) -> QuantizedTensor:
-    from ds_fp8.casts.primitives_triton import empty_result
-
-    spec = recipe.grad_output
-    return empty_result(vocabulary, len(hidden), spec.format, spec.granularity, spec.scale, hidden.device)
-
-
-def _cast_gradient(recipe: LinearRecipe, *arguments: Any) -> tuple[torch.Tensor, QuantizedTensor | None]:
-    from ds_fp8.layers.head.softmax_gradient_triton import softmax_gradient_cast
-
-    logits, targets, *others = arguments
-    return softmax_gradient_cast(logits, targets, IGNORED, recipe.grad_output, *others)
 
 
 def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:

@@ -104,7 +104,7 @@ def _with_default(original: Callable) -> Callable:
 
 def _note_without_section(file: str | None) -> None:
     problem = 'the DeepSpeed configuration has no "fp8" section: training is without FP8'
-    remedy = f'add "fp8": {{"preset": "infir2"}} to it, or set the environment variable {VARIABLE}=infir2'
+    remedy = f'add "fp8": {{}} to it, or set the environment variable {VARIABLE} to a preset such as precise'
     if _without == "refuse":
         raise UserError(problem, key="fp8", file=file, remedy=remedy)
     logger.warning("ds_fp8: %s%s; %s", problem, f" ({file})" if file else "", remedy)

@@ -78,11 +78,11 @@ def test_a_grid_of_the_command_line(sweep, tmp_path):
     assert objects == {"fp8.linear": [{"input": {"format": "int8"}}, {}]}
 
 
-@pytest.mark.parametrize("word", ["", "train.seed", "=1", "train.seed= "])
-def test_words_that_are_no_grid(word):
-    with pytest.raises(UserError, match="KEY=VALUE") as error:
-        read_sweep(None, 1, [word])
-    assert "--grid" in error.value.remedy
+def test_words_that_are_no_grid():
+    for word in ("", "train.seed", "=1", "train.seed= "):
+        with pytest.raises(UserError, match="KEY=VALUE") as error:
+            read_sweep(None, 1, [word])
+        assert "--grid" in error.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -312,17 +312,9 @@ def test_the_estimate_as_json(call, capsys):
         assert column["largest"]["micro_batch"] > 0
 
 
-def test_the_estimate_as_a_table(call, capsys):
-    assert call("estimate", "--set", "fp8.enabled=false", "--memory", "1") == 1
-    output = capsys.readouterr().out
-    assert "does not fit: " in output
-    assert "master weights" in output
-    assert "largest micro-batch" in output
-
-
 @pytest.mark.parametrize(
     "schedule",
-    [{"warmup": 30}, {"type": "wsd", "warmup": 7, "decay": 0.6}, {"type": "wsd", "warmup": 3, "decay": 4}, {}],
+    [{"warmup": 30}, {"type": "wsd", "warmup": 7, "decay": 0.6}, {}],
 )
 def test_a_stage_that_counts_epochs_is_measured_with_its_schedule(folder, monkeypatch, schedule):
     raw = json.loads((folder / "stage.json").read_text())

@@ -75,8 +75,9 @@ def test_a_fused_model_costs_what_fp8_costs_and_no_more(name):
         assert error(fused_gradients[key], gradient) < 2 * error(plain_gradients[key], gradient) + 0.03, key
 
 
-@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast", "rowwise", "tensorwise"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "preset"), [("qwen2", "infir2"), ("qwen3", "hybrid_fast"), ("qwen2", "rowwise"), ("qwen3", "tensorwise")]
+)
 def test_presets_and_weights_already_in_fp8(name, preset):
     exact, fused = (model_of(name) for _ in range(2))
     conversion = fp8(fused, preset=preset)
@@ -156,8 +157,7 @@ def test_recomputing_the_mlp_changes_no_bit(architecture, save):
         assert torch.equal(again_gradients[key], gradient) if same else error(again_gradients[key], gradient) < 0.1
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("architecture", "reentrant"), [("qwen2", False), ("qwen3", True)])
 def test_recomputing_whole_layers_changes_no_bit(architecture, reentrant):
     model = causal_lm(architecture)
     fp8(model)

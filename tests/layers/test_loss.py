@@ -199,7 +199,6 @@ USES = {
     "a method": lambda logits: logits.float(),
     "an index": lambda logits: logits[..., :-1, :],
     "arithmetic": lambda logits: 2 * logits,
-    "beside a tensor": lambda logits: torch.ones(3) * logits,
     "a loop": list,
     "a question": bool,
 }

@@ -5,7 +5,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrizations
-from transformers import FalconConfig, FalconForCausalLM
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.report import EXPERTS, coverage
@@ -116,13 +115,6 @@ def test_lm_head_means_the_head_whatever_its_name(architecture):
     head = next(name for name, m in model.named_modules() if m is model.get_output_embeddings())
     assert "lm_head" in converted(model).left[head]
     assert head in converted(model, skip=[]).converted
-
-
-def test_falcons_own_linear_is_converted():
-    config = FalconConfig(vocab_size=97, hidden_size=256, num_hidden_layers=2, num_attention_heads=4)
-    result = converted(FalconForCausalLM(config).bfloat16())
-    assert len(result.converted) == 8
-    assert set(result.left) == {"lm_head"}
 
 
 def adapters(model) -> dict[str, torch.Tensor]:

@@ -56,24 +56,6 @@ def test_what_is_gathered_is_the_cast_of_the_whole_rotated_master(ranks, section
     assert losses[-1] < losses[0]
 
 
-def quartet():
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        engine = models.build(models.config({"preset": "quartet"}), sizes=SIZES)
-    losses = models.train(engine, 4)
-    text = " ".join(printed.getvalue().replace("│", " ").split())
-    return losses, engine.fp8.report["remarks"]["rotation"], text, engine.fp8.weights
-
-
-def test_weights_that_are_cast_again_for_dgrad_are_gathered_in_bf16(ranks):
-    losses, found, text, gather = ranks(2, quartet)[0]
-    assert gather is None
-    words = "fprop along in_features, dgrad along out_features, wgrad along tokens, random Hadamard transforms of 32"
-    assert found == words
-    assert "emulated, in one byte an element: e2m1 1x32 mse" in text
-    assert losses[-1] < losses[0]
-
-
 def reference(weights, codes, spec):
     return ReferenceShardCast(weights, spec)
 

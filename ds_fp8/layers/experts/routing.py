@@ -235,38 +235,31 @@ def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
 
 def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], experts: Mapping[str, int]) -> Routes:
     """Return routes by layer in int64, or raise."""
+    remedy = "give routes that were recorded from this model, or a list of them in its layers' order"
     if not isinstance(routes, Mapping):
         if len(routes) != len(experts):
-            raise UserError(
-                f"there are routes of {len(routes)} layers, and the model has {len(experts)} with experts",
-                remedy="give the routes of every layer with experts, in their order",
-            )
+            problem = f"there are routes of {len(routes)} layers, and the model has {len(experts)} with experts"
+            raise UserError(problem, remedy=remedy)
         routes = dict(zip(experts, routes, strict=True))
     if routes.keys() != experts.keys():
         name = min(routes.keys() ^ experts.keys())
         problem = f"the routes of {name} are missing" if name in experts else f"the model has no experts {name}"
-        raise UserError(
-            problem, remedy="give routes that were recorded from this model, or a list in its layers' order"
-        )
+        raise UserError(problem, remedy=remedy)
     checked, mistakes = {}, []
     for name, given in routes.items():
-        is_tensor = isinstance(given, torch.Tensor)
-        if not is_tensor or given.dim() != 2 or given.is_floating_point():
-            kind = f"{given.dtype} of shape {tuple(given.shape)}" if is_tensor else f"a {type(given).__name__}"
-            raise UserError(f"routes of {name} are {kind}", remedy="give a tensor of integers, [tokens, top_k]")
+        if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.is_floating_point():
+            raise UserError(f"routes of {name} are no tensor of integers, [tokens, top_k]", remedy=remedy)
         chosen = checked[name] = given.long()
         ordered = chosen.sort(1).values
-        outside = ((chosen < 0) | (chosen >= experts[name])).any()
-        mistakes.append(torch.stack([outside, (ordered[:, 1:] == ordered[:, :-1]).any()]))
+        outside = (ordered[:, 0] < 0) | (ordered[:, -1] >= experts[name])
+        mistakes.append((outside | (ordered[:, 1:] == ordered[:, :-1]).any(1)).any())
     found = torch.stack([mistake.to(mistakes[0].device) for mistake in mistakes])  # read once for all layers
-    for name, (outside, twice) in zip(checked, found.tolist(), strict=True):
-        if outside:
+    for name, wrong in zip(checked, found.tolist(), strict=True):
+        if wrong:
             raise UserError(
-                f"routes of {name} name experts that are not among 0 to {experts[name] - 1}",
-                remedy="give the index of an expert for every choice of every token, padding too",
+                f"routes of {name} give a token one expert twice, or one that is not among 0 to {experts[name] - 1}",
+                remedy="give every token, padding too, top_k different experts",
             )
-        if twice:
-            raise UserError(f"routes of {name} give a token one expert twice", remedy="give top_k different experts")
     return checked
 
 

@@ -64,6 +64,25 @@ def preferring(folder, fp8):
         return history(trainer, "loss"), trainer.model_wrapped.fp8.report, trainer.ref_model.fp8.report
 
 
+def preferring_by_adapters(folder, fp8, fuse="auto"):
+    """The reference is the model without its adapters, which have TRL's dropout."""
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer
+
+    with installed():
+        fp8 = None if fp8 is None else {**fp8, "fuse": fuse}
+        trainer = DPOTrainer(
+            model=small_model(num_key_value_heads=2),
+            args=DPOConfig(**arguments(folder, fp8, learning_rate=1e-2)),
+            train_dataset=preferences(),
+            processing_class=small_tokenizer(),
+            peft_config=LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM"),
+        )
+        trainer.train()
+        trainer.save_model(f"{folder}/adapter")
+        return history(trainer, "loss"), trainer.model_wrapped.fp8.report
+
+
 def preferring_against_itself(folder, fp8):
     """The same with a reference that becomes the policy after every step, in one GatheredParameters over both."""
     from trl import DPOConfig, DPOTrainer
@@ -119,6 +138,22 @@ def test_preferences_against_a_reference_model(ranks, tmp_path):
     assert policy["fp8_linears"] == reference["fp8_linears"] == 14
     assert policy["optimizer"] == "ds_fp8.optim.AdamW"
     assert reference["optimizer"] == "none"
+
+
+def test_preferences_learnt_by_fused_adapters(ranks, tmp_path):
+    from peft import PeftModel
+
+    runs = [
+        ranks(2, preferring_by_adapters, tmp_path / name, *arguments)[0]
+        for name, arguments in {"bf16": (None,), "unfused": ({}, "off"), "fused": ({},)}.items()
+    ]
+    losses, report = runs[2]
+    assert (report["fp8_linears"], report["fused_layers"]) == (14, 2)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses[-1] < 0.5
+    for others, _ in runs[:2]:
+        assert losses == pytest.approx(others, rel=0.1)
+    PeftModel.from_pretrained(small_model(num_key_value_heads=2), tmp_path / "fused" / "adapter")
 
 
 def test_a_reference_that_follows_the_policy_is_the_policy(ranks, tmp_path):

@@ -102,7 +102,7 @@ class Health:
         routing = None if self.routing is None else self.routing.take()
         # After the measurement, which belongs to the channels of before; the next forward multiplies the new ones.
         if look_again(self._outliers.values(), self._add_over_ranks):
-            self._write_residuals()
+            self._write_residuals(but_fixed=True)
         degraded = self._thresholds.check(measurement)
         for degradation in degraded:
             self.warn(f"warning: step {self._monitor.steps}: FP8 degrades in {degradation}")
@@ -181,9 +181,9 @@ class Health:
             self.on_move()
             self.say(f"{name} now runs in BF16")
 
-    def _write_residuals(self) -> None:
+    def _write_residuals(self, but_fixed: bool = False) -> None:
         if self.weights is not None:
-            self.weights.write_residuals()
+            self.weights.write_residuals(but_fixed=but_fixed)
 
     def _observe_weight(self, weight: nn.Parameter, rows: torch.Tensor, cast: QuantizedTensor, elements: int) -> None:
         self._monitor.observe("weight", rows, cast, self._site_of[id(weight)], elements)

@@ -371,7 +371,7 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
         yield "attention's exchange", report["attention_exchange"]
     if (frozen := report["frozen_weights_with_bf16"]) is not None:
         kept, all_of_them = frozen
-        beside = f"; of {kept:,} BF16 shards, too (outlier channels, or DeepSpeed's step)" if kept else " alone"
+        beside = f"; of {kept:,} BF16 shards, too" if kept else " alone"
         yield "frozen weights", f"{all_of_them:,} on the device in FP8, one byte each{beside}"
     step = "" if report["optimizer"] == NO_OPTIMIZER else f"{report['optimizer_step']}; "
     yield "optimizer step", f"{step}{_optimizer(report)}"

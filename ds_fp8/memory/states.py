@@ -95,20 +95,16 @@ def _gradient_bucket(w: Workload) -> int:
 def _bf16_weights(w: Workload) -> int:
     """Return 2 n of shards in stage 3, with the small parameters whole beside them; 2 N in stages 1 and 2.
 
-    With this package's step, none of the weights that are gathered in FP8, but of frozen ones with outlier channels.
+    With this package's step, none of the weights that are gathered in FP8: those of frozen ones wait on the host.
     """
     if w.stage < 3:
         return BF16 * w.model.numel
-    kept = [p for p in w.model.parameters if not (w.own_step and _in_fp8_only(p, w) and not _reads_bf16(p, w))]
+    on_device = w.device == "cpu"  # where the host is the device
+    kept = [p for p in w.model.parameters if not (w.own_step and _in_fp8_only(p, w) and (p.trainable or not on_device))]
     shards = 0 if w.offloads_parameters else BF16 * shard_numel(kept, w.gpus)
     # On one GPU a whole parameter is its own shard.
     whole = [p.numel for p in w.model.parameters if not is_partitioned(p, w)] if w.gpus > 1 else []
     return shards + BF16 * sum(whole)
-
-
-def _reads_bf16(parameter: ParameterShape, w: Workload) -> bool:
-    # Shards of frozen weights wait on the host: on a CPU that is where they are.
-    return not parameter.trainable and (w.device == "cpu" or parameter.residuals > 0)
 
 
 def _in_fp8_only(parameter: ParameterShape, w: Workload) -> bool:

@@ -97,7 +97,9 @@ class OutlierResiduals:
         # and is zero. Each is added up over its own group alone: a sum of sums would be no code.
         runs = [list(run) for _, run in groupby(known, lambda one: id(one.weight.shard.group))]
         parts = [self._from(run[0], run[-1]).zero_() for run in runs]
-        self._cast.write(known, scales, ShardedWeight.numbers)
+        # One launch; of shards on the host one after the other, for their copies are as large as they are.
+        for some in [[one] for one in known] if any(one.weight.on_host for one in known) else [known]:
+            self._cast.write(some, scales, ShardedWeight.numbers)
         for run, part in zip(runs, parts, strict=True):
             group = run[0].weight.shard.group
             dist.all_reduce(part, group=group)

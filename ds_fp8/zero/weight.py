@@ -186,6 +186,11 @@ class ShardedWeight:
         self.state = State.SHARDED
 
     @property
+    def on_host(self) -> bool:
+        """Return whether what casts read lies on the host: the BF16 shard of a frozen weight."""
+        return not self.has_bf16 and not is_trained(self.parameter)
+
+    @property
     def operand_is_shard(self) -> bool:
         """Return whether the operand is this rank's shard itself, as it may be on one rank."""
         whole = self.operand

@@ -136,8 +136,7 @@ class ShardedWeights:
         """
         self.wait_for_cast()
         for weight in self:
-            on_host = not weight.has_bf16 and not is_trained(weight.parameter)
-            if weight.in_fp8 and weight.shard.valid and not (on_host and weight.shown):
+            if weight.in_fp8 and weight.shard.valid and not (weight.on_host and weight.shown):
                 weight.shown = True
                 numbers = weight.before_cast(on_device(weight.numbers(), self.codes.device))
                 cast = QuantizedTensor.of_bytes(weight.cover(weight.data), weight.covered(weight.scale), weight.spec)
@@ -186,11 +185,15 @@ class ShardedWeights:
         self.wait_for_cast()
 
     @torch.no_grad()
-    def write_residuals(self, only: OutlierChannels | None = None) -> None:
-        """Cast residuals again after outlier channels have changed, of all products or of one. Collective."""
+    def write_residuals(self, only: OutlierChannels | None = None, but_fixed: bool = False) -> None:
+        """Cast residuals again after outlier channels have changed, of all products or of one. Collective.
+
+        `but_fixed`: not of weights whose channels do not change.
+        """
         self.wait_for_cast()
         for some in self._sets:
-            if not some.stale:  # or else its next cast writes them
+            fixed = all(weight.outliers is None or weight.outliers.fixed for weight in some.weights)
+            if not some.stale and not (fixed and but_fixed):  # what is stale, its next cast writes
                 some.write_residuals(self._wire, only)
 
     def pin_scales(self) -> None:
@@ -352,6 +355,7 @@ class ShardedWeights:
         for weight in self:
             if weight.state is State.UNSHARDED_FP8:
                 reshard(weight.parameter)
+            weight.make_bf16()
         self.restore_bf16()
 
     # ---------------------------------------------------------------- out of FP8
@@ -374,15 +378,17 @@ class ShardedWeights:
 
         DeepSpeed holds a BF16 shard of every parameter beside its FP32 master. Weights that are gathered in FP8 need
         none: what reads their BF16 shards (GatheredParameters, saving, loading) gets them rounded from the masters at
-        that moment. Those of frozen weights wait on the host, but for the residuals of outlier channels, which read
-        them whenever other channels are looked for.
+        that moment. Those of frozen weights wait on the host, where the residuals of outlier channels read them once.
         """
         self._flat_bf16 = FlatBf16(self._engine)
-        freed = [w for w in self if w.in_fp8 and (is_trained(w.parameter) or w.outliers is None)]
-        if self.masters is not None or not all(is_trained(weight.parameter) for weight in freed):
+        freed = [weight for weight in self if weight.in_fp8]
+        frozen = [weight for weight in freed if not is_trained(weight.parameter)]
+        if self.masters is not None or frozen:
             self.cast_and_wait()  # while the BF16 shards are there, of which masters are made, and codes
         for weight in freed:
             weight.need_no_bf16()
+        for outliers in filter(None, (weight.outliers for weight in frozen)):
+            outliers.fixed = True
         self.drop_bf16()
 
     def frozen_with_bf16(self) -> tuple[int, int] | None:
@@ -407,7 +413,8 @@ class ShardedWeights:
         """Make DeepSpeed's flat buffer of all BF16 shards, for code of its that reads or writes it."""
         if self._flat_bf16 is not None:
             for weight in self:
-                weight.make_bf16()
+                if not weight.on_host:
+                    weight.make_bf16()
             self._flat_bf16.restore()
 
     def drop_bf16(self) -> None:

@@ -226,18 +226,20 @@ def trained_adapters(*args, **options):
 
 
 WITH = {
-    "all linears": {},
-    "two of a layer": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True},
-    "another layer trained": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    "all linears": ({}, {}),
+    "with outlier channels": ({}, {"preset": "precise", "monitor": {"every": 1}}),
+    "two of a layer": ({"target_modules": ["q_proj", "down_proj"], "use_rslora": True}, {}),
+    "another layer trained": ({"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}, {}),
 }
 
 
-@pytest.mark.parametrize("options", WITH.values(), ids=WITH)
-def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks, options):
+@pytest.mark.parametrize(("options", "section"), WITH.values(), ids=WITH)
+def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks, options, section):
     def train(*args, **more):
         return ranks(2, functools.partial(trained_adapters, *args, **options, **more))
 
-    bf16, unfused, fused, before = train(None), train({"fuse": "off"}), train({}), train({}, converted_before=True)
+    bf16, unfused, fused = train(None), train({"fuse": "off", **section}), train(section)
+    before = train(section, converted_before=True)
     for rank in range(2):
         losses, gradients, report = fused[rank]
         assert (losses, report["not_fused"]) == (before[rank][0], {})

@@ -26,6 +26,8 @@ class OutlierChannels:
         """int32 [C], ascending; None before the first input. Changed in place: CUDA graphs read it."""
         self.energy: torch.Tensor | None = None
         """FP32 [K], of the inputs of the step that is being measured on this rank; None outside measured steps."""
+        self.fixed = False
+        """Whether no others are looked for: those of frozen weights are the first input's."""
         self.add_over_ranks: Callable[[torch.Tensor], None] = _alone
         """Adds a tensor up over all ranks, in place, with the same bits on each."""
         self.on_found: Callable[[OutlierChannels], None] = _alone
@@ -48,7 +50,7 @@ class OutlierChannels:
             self.add_over_ranks(energy)
             self.channels = largest_channels(energy, self.count)
             self.on_found(self)
-        elif measured:
+        elif measured and not self.fixed:
             energy = channel_energy(cast)
             self.energy = energy if self.energy is None else self.energy.add_(energy)
         return self.channels

@@ -353,6 +353,12 @@ class AdamW(torch.optim.Optimizer):
         The precision stays this optimizer's own. Raises UserError for a checkpoint of something else.
         """
         groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise UserError(
+                "the checkpoint has other parameter groups or sub-groups",
+                remedy="make a universal checkpoint of it (DeepSpeed's ds_to_universal), or load it with the same "
+                "stage3 sub_group_size, ranks and fp8.optimizer.master as before",
+            )
         if any("betas" not in group for group in groups):
             raise UserError(_NOT_OF_ADAM, remedy=_WITHOUT)
         if any(group.get("amsgrad") for group in groups):

@@ -49,6 +49,8 @@ class RunState:
     """Checkpoint to load: one of this run, or of the run that `train.resume` names."""
     ranks: int | None = None
     """Number of ranks that wrote it."""
+    other_shards: bool = False
+    """Whether ranks hold other parts of the optimizer's state than those that wrote it."""
     data: list[dict[str, Any]] | None = None
     """Of each source of data what the run read (`StageData.identity`)."""
     result: dict[str, Any] | None = None

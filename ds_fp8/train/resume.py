@@ -17,6 +17,7 @@ import deepspeed
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.sequence_parallel import KEY
 from ds_fp8.export.together import together
 from ds_fp8.optim.from_config import needs_own_optimizer
@@ -161,8 +162,10 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
             key="train_batch_size",
             remedy=f'"train_batch_size": {batch}, with a micro-batch that divides it over {stage.world} ranks',
         )
-    if ranks != stage.world:
-        same = f"{ranks} ranks, as before"
+    masters = parse_fp8(manifest.config).optimizer.master
+    other_shards = ranks != stage.world or masters != stage.fp8.optimizer.master
+    if other_shards:
+        same = f"{ranks} ranks, and masters, as before"
         if stage.shared_by > 1:
             raise UserError(
                 f"{folder} was saved by {ranks} ranks that share sequences, not {stage.world}", key=KEY, remedy=same
@@ -170,11 +173,12 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
         compact = manifest.config["train"].get("compact_checkpoints") and needs_own_optimizer(stage.fp8)
         if compact and manifest.in_shards:
             raise UserError(
-                f"{folder} is compact: moments as they are stored cannot be divided over {stage.world} ranks",
+                f"{folder} is compact: moments as they are stored cannot be divided over {stage.world} ranks, or other "
+                "sub-groups",
                 key="train.compact_checkpoints",
                 remedy=f"{same}; there, a run with train.resume and without the key writes one that can",
             )
-    return RunState(step, manifest.data_step, manifest.losses, folder, ranks, manifest.data)
+    return RunState(step, manifest.data_step, manifest.losses, folder, ranks, other_shards, manifest.data)
 
 
 def _object_or_none(file: Path) -> dict[str, Any] | None:
@@ -194,7 +198,7 @@ def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> No
     settings = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     with tensors_only(folder):
         # Without a file of optimizer states a rank (ZeRO stage 0) every rank loads the same, however many there are.
-        if state.ranks == stage.world or not any(folder.glob("*_optim_states.pt")):
+        if not state.other_shards or not any(folder.glob("*_optim_states.pt")):
             loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=own)
         else:
             loaded = load_on_other_ranks(engine, folder, stage.run_dir / CHECKPOINTS, with_schedule=own)

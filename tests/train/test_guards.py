@@ -99,6 +99,21 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(stage, ranks, tmp_path
     assert result["final_loss"] < result["first_validation_loss"]
 
 
+def test_a_run_goes_on_from_other_masters(stage, ranks, tmp_path, cache_home):
+    """FP32 masters and codes with corrections lie in other sub-groups."""
+    common = ["train.spike=off", "fp8.monitor.every=0"]
+    for master, name, more in (
+        ("fp32", "first", ["train.steps=4"]),
+        ("fp8_plus16", "second", [f"train.resume={tmp_path}/first", "train.steps=4"]),
+        ("fp32", "third", [f"train.resume={tmp_path}/second", "train.steps=2"]),
+    ):
+        own = [f"fp8.optimizer.master={master}", f"train.run_dir={tmp_path}/{name}"]
+        ranks(2, run, stage, str(cache_home), [*common, *own, *more])
+    found = [loss for name in ("first", "second", "third") for loss in losses_of(tmp_path / name)]
+    assert len(found) == 10
+    assert found[0] > found[4] > found[9]
+
+
 OFF = {"enabled": False}
 COMPRESSED = {"preset": "coat", "param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
 COMPRESSED |= {"monitor": {"every": 0}}

@@ -48,16 +48,15 @@ TRIAL = 128
 def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str | None:
     """Return why backend `name` cannot run all of `products`, casts of operands (a, b), on this machine, or None."""
     module = BACKENDS[name]
-    reason = module.unavailable()
+    reason, emulates = module.unavailable(), name == "reference"
+    why_not_scaled = getattr(module, "unsupported_scale", lambda scale, granularity: None)
     for a, b in products:
-        reason = (
-            reason
-            or _unsupported_cast(name, a, b)
-            or module.unsupported(a.format, a.granularity, b.format, b.granularity)
-        )
+        emulated = next((cast for cast in (a, b) if cast.emulated and not emulates), None)
+        reason = reason or (emulated and f"operands cast as {emulated} are emulated")
+        reason = reason or why_not_scaled(a.scale, a.granularity) or why_not_scaled(b.scale, b.granularity)
+        reason = reason or module.unsupported(a.format, a.granularity, b.format, b.granularity)
         # Last, since it launches kernels: the answers above need no GPU.
-        if name != "reference":
-            reason = reason or why_not_multiplied(module.scaled_matmul, a, b)
+        reason = reason or (None if emulates else why_not_multiplied(module.scaled_matmul, a, b))
     return reason
 
 
@@ -65,15 +64,6 @@ def why_not_in_fp32(name: str, a: CastSpec, b: CastSpec) -> str | None:
     if name == "reference":
         return None
     return why_not_multiplied(BACKENDS[name].scaled_matmul, a, b, torch.float32)
-
-
-def _unsupported_cast(name: str, *operands: CastSpec) -> str | None:
-    found = next((operand for operand in operands if operand.emulated), None)
-    if found is not None and name != "reference":
-        return f"operands cast as {found} are emulated"
-    unsupported_scale = getattr(BACKENDS[name], "unsupported_scale", lambda scale, granularity: None)
-    reasons = (unsupported_scale(operand.scale, operand.granularity) for operand in operands)
-    return next((reason for reason in reasons if reason is not None), None)
 
 
 def reads_transposed(backend: str) -> bool:
@@ -84,43 +74,27 @@ def reads_transposed(backend: str) -> bool:
 def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str:
     """Return the backend that `name`, or "auto" for the first able one, stands for on this machine.
 
-    Raises UserError where the named backend is unknown or cannot run the products, and where "auto" finds none but the
-    emulation on a machine with a GPU, unless the casts are emulated whatever multiplies.
+    Raises UserError where the named backend cannot run the products, and where "auto" finds none but the emulation on a
+    machine with a GPU, unless the casts are emulated whatever multiplies.
     """
-    products = list(products)
-    if name == "auto":
-        return _first_able(products)
-    if not BACKENDS.knows(name):
-        raise UserError(
-            f'unknown GEMM backend "{name}"', key="fp8.linear.backend", remedy=f"use auto or {', '.join(BACKENDS)}"
-        )
-    reason = unavailable(name, products)
-    if reason is not None:
-        able = [backend for backend in BACKENDS if unavailable(backend, products) is None]
-        # "use reference" would be poor advice on a machine with a GPU: it is slower than BF16.
-        emulate = able == ["reference"] and torch.cuda.is_available()
-        raise UserError(
-            f'the GEMM backend "{name}" cannot run here: {reason}',
-            key="fp8.linear.backend",
-            remedy=_remedy(products) if emulate else f"use {' or '.join(able)}, or auto",
-        )
-    return name
-
-
-def _first_able(products: Sequence[tuple[CastSpec, CastSpec]]) -> str:
-    """Return the first backend that can run all products: no emulation that a machine with a GPU was not asked for."""
-    reasons: dict[str, str] = {}
-    for backend in _to_be_tried():
-        reason = unavailable(backend, products)
-        if reason is None:
+    products, reasons = list(products), {}
+    for backend in _to_be_tried() if name == "auto" else [name]:
+        reasons[backend] = unavailable(backend, products)
+        if reasons[backend] is None:
             return backend
-        reasons[backend] = reason
-    if torch.cuda.is_available() and not any(cast.emulated for pair in products for cast in pair):
+    on_gpu, able = torch.cuda.is_available(), ["reference"]
+    if name != "auto":
+        problem = f'the GEMM backend "{name}" cannot run here: {reasons[name]}'
+        able = [backend for backend in BACKENDS if unavailable(backend, products) is None]
+    elif not on_gpu or any(cast.emulated for pair in products for cast in pair):
+        return "reference"
+    else:
         listed = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
-        raise UserError(
-            f"no FP8 products on this machine ({listed})", key="fp8.linear.backend", remedy=_remedy(products)
-        )
-    return "reference"
+        problem = f"no FP8 products on this machine ({listed})"
+    # "use reference" would be poor advice on a machine with a GPU: it is slower than BF16.
+    emulate = able == ["reference"] and on_gpu
+    remedy = _remedy(products) if emulate else f"use {' or '.join(able)}, or auto"
+    raise UserError(problem, key="fp8.linear.backend", remedy=remedy)
 
 
 def _to_be_tried() -> Iterator[str]:

@@ -329,8 +329,9 @@ def with_known_model(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
             found = section_of(with_known_model(read_json(earlier), earlier), "model")
             model = {**model, **{key: found.get(key) for key in ("path", "config")}}
             raw["train"] = {**train, "init_from": None}
-    if model.get("path") in SHAPES:
-        model = {**model, "path": None, "config": SHAPES[model["path"]]}
+    shapes = SHAPES.get(str(model.get("path")).removesuffix("-Instruct"))  # tuned models keep the sizes
+    if shapes is not None:
+        model = {**model, "path": None, "config": shapes}
     if model:
         raw["model"] = dict(model)
     return raw

@@ -79,7 +79,7 @@ def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = 
     "lm_head" in `skip` also means a head of another name. filter is called with all that `skip` and `overrides` leave.
     """
     layers, parents = linear_layers(model), dict(model.named_modules())
-    in_bf16, head, narrow = _in_bf16(layers, linear), _head(model), _narrowest(layers)
+    by_user, narrow = named_by_user(layers, linear, _head(model)), _narrowest(layers)
     users: dict[int, set[str]] = defaultdict(set)
     for name, module in parents.items():
         for parameter in module.parameters(recurse=False):
@@ -87,11 +87,7 @@ def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = 
     reasons = {}
     for name, layer in layers.items():
         parent = parents[name.rpartition(".")[0]]
-        reason = (
-            _named(name, linear.skip, layer is head, in_bf16.get(name))
-            or _filtered(name, layer, filter)
-            or _of_another_kind(layer)
-        )
+        reason = by_user.get(name) or _filtered(name, layer, filter) or _of_another_kind(layer)
         others = users[id(getattr(layer, "weight", None))] - {name}
         if reason is None and others:
             reason = f"shares its weight with {', '.join(sorted(others))}"
@@ -103,24 +99,16 @@ def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = 
     return reasons
 
 
-def named_by_user(names: Iterable[str], linear: LinearConfig) -> dict[str, str]:
-    """Return why `skip` or `overrides` keep parameters in BF16, by the names of those that they do."""
-    in_bf16 = _in_bf16(names, linear)
-    reasons = {name: _named(name, linear.skip, False, in_bf16.get(name)) for name in names}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
-
-
-def _in_bf16(names: Iterable[str], linear: LinearConfig) -> dict[str, str]:
-    """Return the override that keeps a layer in BF16, by the names of those that have one."""
-    overrides = first_matches(names, linear.overrides)
-    return {name: pattern for name, pattern in overrides.items() if linear.overrides[pattern] == "bf16"}
-
-
-def _named(name: str, skip: tuple[str, ...], is_head: bool, override: str | None) -> str | None:
-    for pattern in skip:
-        if matches(name, pattern) or (is_head and pattern == "lm_head"):
-            return f'named by fp8.linear.skip "{pattern}"'
-    return None if override is None else f'{OVERRIDDEN} "{override}"'
+def named_by_user(names: Iterable[str], linear: LinearConfig, head: str | None = None) -> dict[str, str]:
+    """Return why `skip` or `overrides` keep parameters in BF16, by name; "lm_head" in `skip` also means `head`."""
+    overrides, reasons = first_matches(names, linear.overrides), {}
+    for name in names:
+        skips = (p for p in linear.skip if matches(name, p) or (name == head and p == "lm_head"))
+        if (skip := next(skips, None)) is not None:
+            reasons[name] = f'named by fp8.linear.skip "{skip}"'
+        elif linear.overrides.get(overrides.get(name)) == "bf16":
+            reasons[name] = f'{OVERRIDDEN} "{overrides[name]}"'
+    return reasons
 
 
 def _filtered(name: str, layer: nn.Module, filter: Filter | None) -> str | None:
@@ -174,9 +162,10 @@ def _added_by_peft(name: str, modules: dict[str, nn.Module]) -> bool:
     return False
 
 
-def _head(model: nn.Module) -> nn.Module | None:
+def _head(model: nn.Module) -> str | None:
     inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    return None if inner is None else inner.get_output_embeddings()
+    head = None if inner is None else inner.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
 
 
 def _narrowest(layers: dict[str, nn.Module]) -> int:

@@ -38,29 +38,23 @@ def names_of_experts(model: nn.Module) -> list[str]:
 
 
 def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
-    names = names_of_experts(model)
-    by_user, override_of = named_by_user(names, config.linear), first_matches(names, config.linear.overrides)
-
-    def by_configuration(name: str) -> str | None:
-        if config.param_gather.format == "bf16":
-            return 'fp8.param_gather.format is "bf16"'
-        if name in by_user:
-            return by_user[name]
-        casts = config.linear.overrides[override_of[name]] if name in override_of else config.linear
-        return cast_of_experts(casts.weight.spec).why_not_gathered
-
-    left = {}
-    modules = dict(model.named_modules())
+    names, linear = names_of_experts(model), config.linear
+    by_user, override_of = named_by_user(names, linear), first_matches(names, linear.overrides)
+    modules, left = dict(model.named_modules()), {}
     users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
-    for name, module in modules.items():
-        parent = modules.get(name.rpartition(".")[0])
-        for own_name, weight in expert_weights(name, module).items():
-            full_name = f"{name}.{own_name}".lstrip(".")
-            reason = by_configuration(full_name) or _objection(module, weight, parent)
-            if reason is None and users[id(weight)] > 1:
-                reason = "shared with another module"
-            if reason is not None:
-                left[full_name] = reason
+    for full_name in names:
+        name, _, own = full_name.rpartition(".")
+        module = modules[name]
+        weight, parent = module._parameters[own], modules.get(name.rpartition(".")[0])
+        casts = linear.overrides[override_of[full_name]] if full_name in override_of else linear
+        reason = by_user.get(full_name)
+        if config.param_gather.format == "bf16":
+            reason = 'fp8.param_gather.format is "bf16"'
+        reason = reason or cast_of_experts(casts.weight.spec).why_not_gathered or _objection(module, weight, parent)
+        if reason is None and users[id(weight)] > 1:
+            reason = "shared with another module"
+        if reason is not None:
+            left[full_name] = reason
     return left
 
 

@@ -146,7 +146,7 @@ def refused(file, world):
         ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "2 ranks share a sequence, but there are 3 ranks"),
         ({"model__attn_implementation": "sdpa"}, 2, "model.attn_implementation", "loses the mask"),
         ({"data__sequence_length": 63}, 2, "data.sequence_length", "rows of 63 tokens"),
-        ({"zero_optimization__stage": 1, "fp8__enabled": False}, 2, "sequence_parallel_size", "ZeRO stage 3"),
+        ({"zero_optimization__stage": 2, "fp8__enabled": False}, 2, "sequence_parallel_size", "ZeRO stage 3"),
         (
             {"sequence_parallel_size": 1, "data__tokens_per_gpu": 63},
             1,

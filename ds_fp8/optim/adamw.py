@@ -271,15 +271,17 @@ class AdamW(torch.optim.Optimizer):
             seed = random_key(self.precision.seed, self._streams[p], int(number))
         moments = [_flat(state[key]) for key in MOMENTS]
         options = {"skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
+        # Triton launches on the current device.
+        here = torch.cuda.device(p.device) if p.is_cuda else nullcontext()
         if update is not None:
-            update(gradient, *moments, step, **options)
+            with here:
+                update(gradient, *moments, step, **options)
             return
         # A copy where p is not contiguous; it is written back below.
         parameter = p.detach().contiguous().view(-1)
         master, low = (_flat(state[MASTER]), parameter) if MASTER in state else (parameter, None)
         arguments = (master, gradient.detach().contiguous().view(-1), *moments, step)
-        # Triton launches on the current device.
-        with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
+        with here:
             step_on(p.device, moments)(*arguments, low=low, **options)
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))

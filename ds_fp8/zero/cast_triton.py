@@ -41,6 +41,7 @@ from ds_fp8.casts.primitives_triton import (
     to_fp8,
 )
 from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.optim.masters_triton import decode_master
 from ds_fp8.zero.weight import Numbers, ShardedWeight, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "data_start", "scale_start", "scales_per_row")
@@ -48,10 +49,12 @@ ALIGNMENT = 16
 """Elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes."""
 
 RESIDUAL_FIELDS = (
-    "source", "is_bf16", "codes", "channels", "residual", "start", "stop", "columns", "count", "scale_start",
+    "source", "kind", "codes", "channels", "residual", "start", "stop", "columns", "count", "scale_start",
     "scales_per_row", "first_program",
 )  # fmt: skip
 """Addresses, in bytes; the shard's part of the weight; lengths; places in the buffer of scales and among programs."""
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2}
+"""Of what residuals are found from; int16: corrections of the codes."""
 
 
 @triton.jit
@@ -290,16 +293,20 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     index = n[:, None] * columns + channel[None, :]
     inside = (index >= start) & (index < stop) & (place < count)[None, :]
     index -= start
-    if tl.load(fields + 1) == 1:
+    code = tl.load(codes + index, mask=inside, other=0)
+    of_channel = tl.load(scale + channel // 128)
+    kind = tl.load(fields + 1)
+    if kind == 1:
         x = tl.load(tl.load(fields).to(tl.pointer_type(tl.bfloat16)) + index, mask=inside, other=0.0).to(tl.float32)
+    elif kind == 2:
+        correction = tl.load(tl.load(fields).to(tl.pointer_type(tl.int16)) + index, mask=inside, other=0)
+        x = decode_master(code, correction, of_channel[None, :])
     else:
         x = tl.load(tl.load(fields).to(tl.pointer_type(tl.float32)) + index, mask=inside, other=0.0)
-    code = tl.load(codes + index, mask=inside, other=0).to(DTYPE, bitcast=True).to(tl.float32)
-    of_channel = tl.load(scale + channel // 128)
     group = tl.arange(0, GROUPS)
     # One scale for a row of blocks, known everywhere: the largest of that row's bounds all of its rounding errors.
     of_row = tl.max(tl.load(scale + group, mask=group < (columns + 127) // 128, other=0.0), 0)
-    lost = to_fp8(x - code * of_channel[None, :], tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
+    lost = to_fp8(x - code.to(DTYPE, bitcast=True).to(tl.float32) * of_channel[None, :], tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
     tl.store(residual + n[:, None] * count + place[None, :], lost, mask=inside)
 
 
@@ -321,15 +328,16 @@ class TritonResidualCast:
             shard = weight.shard
             if not shard.valid:
                 continue
-            numbers = source(weight)
-            if numbers.device != scales.device or numbers.dtype not in (torch.float32, torch.bfloat16):
+            coded = weight.correction is not None and weight.apart is None
+            numbers = weight.correction if coded else source(weight)
+            if not coded and (numbers.device != scales.device or numbers.dtype not in (torch.float32, torch.bfloat16)):
                 numbers = on_device(numbers, scales.device)
             kept.append(numbers)  # a copy must outlive the launch below
             columns = shard.shape[1]
             stop = shard.start + shard.valid
             addresses = (t.data_ptr() for t in (weight.data, weight.outliers.channels, residual))
             rows.append((
-                numbers.data_ptr(), int(numbers.dtype is torch.bfloat16), *addresses, shard.start, stop, columns,
+                numbers.data_ptr(), _KINDS[numbers.dtype], *addresses, shard.start, stop, columns,
                 len(weight.outliers.channels), weight.scale_start, weight.scale_strides[0], programs,
             ))  # fmt: skip
             programs += (stop - 1) // columns // BLOCK - shard.start // columns // BLOCK + 1

@@ -25,6 +25,7 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.optim.adamw import AdamStep, step_on
 from ds_fp8.optim.masters import kept_amax
 from ds_fp8.optim.moments import Moment
+from ds_fp8.zero import streams
 from ds_fp8.zero.cast_set import CastSet
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.masters import FlatMasters
@@ -121,6 +122,9 @@ class MasterSet(CastSet):
                 if weight.source is Source.BF16:
                     ReferenceShardCast([weight], weight.spec).cast(scales, ShardedWeight.numbers)
                 elif weight.shard.valid:
+                    if weight.apart is not None and weight.apart.device == self._device:
+                        # Freed below, maybe before this stream has read it.
+                        streams.used_by_current_stream(weight.apart)
                     weight.write_master(weight.master().to(self._device, torch.float32), scales)
             self._take(scales, stale)
         self._residuals_due = False

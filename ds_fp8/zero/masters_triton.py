@@ -21,12 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, random_word, scale_of, to_fp8
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, random_word
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.adamw_step_triton import BEYOND, common_arguments, state_arguments
-from ds_fp8.optim.masters import LARGEST_CORRECTION, SMALLEST_NORMAL
+from ds_fp8.optim.masters_triton import decode_master, encode_master, kept_scale
 from ds_fp8.optim.moments import Moment
 from ds_fp8.optim.moments_triton import decode_tile, divide, encode_store
 from ds_fp8.zero.cast_triton import alone_in, tiles_of
@@ -35,44 +35,6 @@ from ds_fp8.zero.weight import ShardedWeight
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
 PART, WARPS = 32, 16
 """Rows that a program updates at once, and its warps: 128 registers a thread and no spills (of 8 warps 254)."""
-_LARGEST_CORRECTION, _SMALLEST_NORMAL = tl.constexpr(LARGEST_CORRECTION), tl.constexpr(SMALLEST_NORMAL)
-_ITS_BITS = tl.constexpr((127 - 6) << 23)
-
-
-@triton.jit
-def _magnitude_of(code):
-    return tl.abs(code.to(tl.float8e4nv, bitcast=True).to(tl.float32))
-
-
-@triton.jit
-def _shifted(word, BITS: tl.constexpr):
-    """Return integers without their lowest bits, rounded to nearest even."""
-    return (word + ((1 << (BITS - 1)) - 1) + ((word >> BITS) & 1)) >> BITS
-
-
-@triton.jit
-def decode_master(code, correction, scale):
-    """Return FP32 masters: decode of optim/masters.py."""
-    magnitude, t = _magnitude_of(code), correction.to(tl.int32)
-    more = tl.where(magnitude.to(tl.int32, bitcast=True) + t < _ITS_BITS, _SMALLEST_NORMAL, 0.0)
-    bits = (magnitude + more).to(tl.int32, bitcast=True) + (t << 4)
-    bits = (bits.to(tl.float32, bitcast=True) - more).to(tl.int32, bitcast=True) | ((code.to(tl.int32) & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True) * scale
-
-
-@triton.jit
-def _encode_master(w, scale, reciprocal, POW2: tl.constexpr):
-    """Return (codes as bytes, corrections): encode of optim/masters.py."""
-    code = to_fp8(w, reciprocal, tl.float8e4nv).to(tl.uint8, bitcast=True)
-    x = tl.abs(w * reciprocal)
-    if not POW2:
-        # The quotient, rounded once: one step of Newton's from a reciprocal that is (Markstein 1990).
-        x = tl.fma(tl.fma(-x, scale + tl.zeros_like(x), tl.abs(w)), reciprocal + tl.zeros_like(x), x)
-    more = tl.where(x < _SMALLEST_NORMAL, _SMALLEST_NORMAL, 0.0)
-    t = _shifted((x + more).to(tl.int32, bitcast=True) - (_magnitude_of(code) + more).to(tl.int32, bitcast=True), 4)
-    return code, tl.minimum(tl.maximum(t, -_LARGEST_CORRECTION), _LARGEST_CORRECTION).to(tl.int16)
-
-
 @triton.jit
 def _at(pointers, valid, EVEN: tl.constexpr):
     """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""
@@ -89,18 +51,6 @@ def _put(pointers, x, valid, EVEN: tl.constexpr):
         tl.store(pointers, x)
     else:
         tl.store(pointers, x, mask=valid)
-
-
-@triton.jit
-def _kept_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
-    """Return (scale, 1 / scale) from the bits of an amax: scale_from_amax(kept_amax(...)) of optim/masters.py."""
-    if POW2:
-        kept = _shifted(bits, 4) << 4
-    else:
-        amax = bits.to(tl.float32, bitcast=True)
-        exact = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST).to(tl.int32, bitcast=True)
-        kept = ((_shifted(exact, 3) << 3).to(tl.float32, bitcast=True) * LARGEST).to(tl.int32, bitcast=True)
-    return scale_of(tl.where(bits >= 0x7F800000, bits, kept), LARGEST, SMALLEST, POW2)
 
 
 @triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["programs"])
@@ -183,7 +133,7 @@ def _step(
         tl.store(amax + block + tl.zeros([PART], tl.int64), bits, mask=tl.arange(0, PART) == 0)
     if WHAT != MEASURE:
         if WHAT == UPDATE:
-            scale, reciprocal = _kept_scale(bits, LARGEST, SMALLEST, POW2)
+            scale, reciprocal = kept_scale(bits, LARGEST, SMALLEST, POW2)
         else:
             scale = tl.load(new_scales + block) + tl.zeros([PART], tl.float32)
             reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
@@ -191,7 +141,7 @@ def _step(
             row = first + part * PART + tl.arange(0, PART)
             valid = ((row * columns >= start) & (row * columns < stop))[:, None] & (column >= 0)[None, :]
             place = row[:, None] * columns + column[None, :]
-            code, correction = _encode_master(masters[part], scale[:, None], reciprocal[:, None], POW2)
+            code, correction = encode_master(masters[part], scale[:, None], reciprocal[:, None], POW2)
             _put(codes + place, code, valid, EVEN)
             _put(corrections + place, correction, valid, EVEN)
 

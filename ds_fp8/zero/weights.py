@@ -296,6 +296,8 @@ class ShardedWeights:
     def unshard_bf16(self, parameters: Iterable[nn.Parameter]) -> None:
         """Prepare parameters for a gather by DeepSpeed; RuntimeError where a layer computes with one of them in FP8."""
         for weight in filter(None, map(self.of, parameters)):
+            if weight.correction is not None:
+                self.wait_for_cast()  # it may still write what masters are decoded from
             weight.unshard_bf16()
 
     def part_from_shards(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -362,6 +364,7 @@ class ShardedWeights:
 
     def leave_fp8(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gather these in BF16 from now on, on all ranks alike; they are cast with the others still."""
+        self.wait_for_cast()
         for weight in filter(None, map(self.of, parameters)):
             weight.leave_fp8()
             weight.keep_bf16()
@@ -412,6 +415,7 @@ class ShardedWeights:
     def restore_bf16(self) -> None:
         """Make DeepSpeed's flat buffer of all BF16 shards, for code of its that reads or writes it."""
         if self._flat_bf16 is not None:
+            self.wait_for_cast()
             for weight in self:
                 if not weight.on_host:
                     weight.make_bf16()

@@ -113,11 +113,11 @@ def test_channels_are_looked_for_again_on_measured_steps_and_kept_in_checkpoints
         assert in_place  # CUDA graphs read them where they are
 
 
-def kernel_and_reference(world):
+def kernel_and_reference(master):
     """Bytes of all residuals by the kernel in Triton's interpreter, and by the reference, at one state of masters."""
     from ds_fp8.zero.cast_triton import TritonResidualCast
 
-    engine = models.build(models.config(SECTION))
+    engine = models.build(models.config({**SECTION, "optimizer": {"master": master}}))
     models.train(engine, 1)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the step writes them on a stream of its own
@@ -135,10 +135,10 @@ def kernel_and_reference(world):
     return pairs
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_kernel_writes_what_the_reference_does(ranks, world):
+@pytest.mark.parametrize(("world", "master"), [(1, "fp32"), (3, "fp32"), (2, "fp8_plus16")])
+def test_the_kernel_writes_what_the_reference_does(ranks, world, master):
     pytest.importorskip("triton")
-    for pairs in ranks(world, kernel_and_reference, world):
+    for pairs in ranks(world, kernel_and_reference, master):
         for expected, found in pairs:
             # The interpreter rounds to FP8 in its own way (tests/casts/test_kernels.py); places are what is compared.
             assert torch.equal(expected.bitwise_and(0x7F) > 8, found.bitwise_and(0x7F) > 8) or (

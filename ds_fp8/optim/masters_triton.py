@@ -1,0 +1,58 @@
+"""Encoding and decoding of masters as codes and corrections in Triton, as masters.py has it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ds_fp8.casts.primitives_triton import scale_of, to_fp8
+from ds_fp8.optim.masters import LARGEST_CORRECTION, SMALLEST_NORMAL
+
+_LARGEST_CORRECTION, _SMALLEST_NORMAL = tl.constexpr(LARGEST_CORRECTION), tl.constexpr(SMALLEST_NORMAL)
+_ITS_BITS = tl.constexpr((127 - 6) << 23)
+
+
+@triton.jit
+def _magnitude_of(code):
+    return tl.abs(code.to(tl.float8e4nv, bitcast=True).to(tl.float32))
+
+
+@triton.jit
+def _shifted(word, BITS: tl.constexpr):
+    """Return integers without their lowest bits, rounded to nearest even."""
+    return (word + ((1 << (BITS - 1)) - 1) + ((word >> BITS) & 1)) >> BITS
+
+
+@triton.jit
+def decode_master(code, correction, scale):
+    """Return FP32 masters: decode of optim/masters.py."""
+    magnitude, t = _magnitude_of(code), correction.to(tl.int32)
+    more = tl.where(magnitude.to(tl.int32, bitcast=True) + t < _ITS_BITS, _SMALLEST_NORMAL, 0.0)
+    bits = (magnitude + more).to(tl.int32, bitcast=True) + (t << 4)
+    bits = (bits.to(tl.float32, bitcast=True) - more).to(tl.int32, bitcast=True) | ((code.to(tl.int32) & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True) * scale
+
+
+@triton.jit
+def encode_master(w, scale, reciprocal, POW2: tl.constexpr):
+    """Return (codes as bytes, corrections): encode of optim/masters.py."""
+    code = to_fp8(w, reciprocal, tl.float8e4nv).to(tl.uint8, bitcast=True)
+    x = tl.abs(w * reciprocal)
+    if not POW2:
+        # The quotient, rounded once: one step of Newton's from a reciprocal that is (Markstein 1990).
+        x = tl.fma(tl.fma(-x, scale + tl.zeros_like(x), tl.abs(w)), reciprocal + tl.zeros_like(x), x)
+    more = tl.where(x < _SMALLEST_NORMAL, _SMALLEST_NORMAL, 0.0)
+    t = _shifted((x + more).to(tl.int32, bitcast=True) - (_magnitude_of(code) + more).to(tl.int32, bitcast=True), 4)
+    return code, tl.minimum(tl.maximum(t, -_LARGEST_CORRECTION), _LARGEST_CORRECTION).to(tl.int16)
+
+
+@triton.jit
+def kept_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
+    """Return (scale, 1 / scale) from the bits of an amax: scale_from_amax(kept_amax(...)) of optim/masters.py."""
+    if POW2:
+        kept = _shifted(bits, 4) << 4
+    else:
+        amax = bits.to(tl.float32, bitcast=True)
+        exact = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST).to(tl.int32, bitcast=True)
+        kept = ((_shifted(exact, 3) << 3).to(tl.float32, bitcast=True) * LARGEST).to(tl.int32, bitcast=True)
+    return scale_of(tl.where(bits >= 0x7F800000, bits, kept), LARGEST, SMALLEST, POW2)

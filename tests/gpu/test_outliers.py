@@ -14,11 +14,11 @@ from tests.zero.test_outlier_residuals import kernel_and_reference
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_residuals_of_shards_are_the_references(gpu_ranks, world):
+@pytest.mark.parametrize(("world", "master"), [(1, "fp32"), (2, "fp32"), (1, "fp8_plus16")])
+def test_residuals_of_shards_are_the_references(gpu_ranks, world, master):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    for pairs in gpu_ranks(world, kernel_and_reference, world):
+    for pairs in gpu_ranks(world, kernel_and_reference, master):
         for expected, found in pairs:
             assert torch.equal(expected, found)
 

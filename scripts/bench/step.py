@@ -82,6 +82,7 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
     if (choices := plain_choices(variant)) is not None:
         return PlainEngine(model, choices, 3e-4)
     ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.measure_every))
+    ds_config["data_types"]["grad_accum_dtype"] = options.gradients
     if options.prefetch is not None:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -220,7 +221,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--gpus", type=int, help="ranks on this host (default: all GPUs, 1 without)")
-    parser.add_argument("--size", help="7b, 1.5b, or a mixture: qwen3-30b, tiny-mixture (default 7b, --quick: tiny)")
+    parser.add_argument("--size", help="8b, 7b, 1.5b, or a mixture: qwen3-30b, tiny-mixture (default 7b, --quick: tiny)")
     parser.add_argument("--layers", type=int, help="decoder layers (default 8, --quick: 2)")
     parser.add_argument("--vocabulary", type=int, help="default 152064, --quick: 512")
     parser.add_argument("--variants", type=words, metavar="NAME,...", help="default bf16,infir2,infir2/bf16-wire")
@@ -233,6 +234,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed (default 3)")
     parser.add_argument("--measure-every", type=int, default=0, help="fp8.monitor.every (default 0: never)")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
+    parser.add_argument("--gradients", choices=["fp32", "bf16"], default="fp32", help="accumulator (default fp32)")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train PEFT's adapters of this rank alone")
     parser.add_argument("--lora-dropout", type=float, default=0.0, metavar="P", help="of adapters (default 0)")
@@ -295,7 +297,7 @@ def measure_here(options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     names = ["size", "layers", "vocabulary", "sequences", "length", "accumulation"]
-    names += ["recompute", "prefetch", "lora", "lora_dropout", "dpo", "deterministic"]
+    names += ["gradients", "recompute", "prefetch", "lora", "lora_dropout", "dpo", "deterministic"]
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
 
 

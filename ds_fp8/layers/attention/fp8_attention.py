@@ -42,10 +42,11 @@ signs spreads it over all features (FlashAttention-3, arXiv 2407.08608, section 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.casts.primitives import cast, decode, scale_from_amax
@@ -115,38 +116,39 @@ class _Attention(torch.autograd.Function):
         casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k, v)]
         # Of v in high precision, which backward does not have any more.
         v_norm = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax()
-        o = attend(ctx, *casts, v_norm, scaling, implementation)
+        o, kept = attend(*casts, v_norm, scaling, implementation)
+        ctx.save_for_backward(*kept)
+        ctx.scaling, ctx.implementation = scaling, implementation
         return add_mean_of_values(decode_exactly(o, casts[2].scale, v.dtype), v_mean)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         # The kernels work on [B, S, heads, D]; callers have [B, heads, S, D], a view of the same memory.
-        dq, dk, dv = (decode_exactly(*found, do.dtype) for found in find_gradients(ctx, do))
+        found = find_gradients(ctx.saved_tensors, do, ctx.scaling, ctx.implementation)
+        dq, dk, dv = (decode_exactly(*each, do.dtype) for each in found)
         return *(x.transpose(1, 2) for x in (rotate_back(dq), rotate_back(dk), dv)), None, None
 
 
 def attend(
-    ctx: FunctionCtx,
     q: QuantizedTensor,
     k: QuantizedTensor,
     v: QuantizedTensor,
     v_norm: torch.Tensor,
     scaling: float,
     implementation: Implementation,
-) -> torch.Tensor:
-    """Return the output's codes [B, S, heads, D], in E4M3 with the scale of v, and keep in ctx what backward reads.
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return the output's codes [B, S, heads, D], in E4M3 with the scale of v, and KEPT tensors for `find_gradients`.
 
     q, k, v: [B, S, heads, D] rotated, [B, S, kv_heads, D] rotated and less their mean, and less their mean. v_norm:
     max_j ‖v_j‖ of the latter before the cast.
     """
     data, scales = zip(*((x.data, x.scale) for x in (q, k, v)), strict=True)
     o, log_sums = _forward(*data, *scales, scaling, isinstance(implementation, Reference))
-    ctx.scaling, ctx.implementation = scaling, implementation
-    ctx.save_for_backward(*data, *scales, o, log_sums, v_norm)
-    return o
+    return o, (*data, *scales, o, log_sums, v_norm)
 
 
+KEPT = 9
 FORWARD_OPERATOR = "ds_fp8::attention_forward"
 """An operator of torch's, so that recomputed layers can keep what it returns (kept.py)."""
 _LIBRARY = torch.library.Library(FORWARD_OPERATOR.split("::")[0], "DEF")
@@ -175,13 +177,15 @@ _LIBRARY.impl("attention_forward", _run_forward, "CompositeExplicitAutograd")
 _forward = torch.ops.ds_fp8.attention_forward
 
 
-def find_gradients(ctx: FunctionCtx, do: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def find_gradients(
+    kept: Sequence[torch.Tensor], do: torch.Tensor, scaling: float, implementation: Implementation
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return codes, in E5M2, and scale of dq, dk and dv from the output's gradient [B, S, heads, D]."""
-    *tensors, o, log_sums, v_norm = ctx.saved_tensors
+    *tensors, o, log_sums, v_norm = kept
     q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
-    saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, ctx.scaling)
-    scales = gradient_scales(do, q, k, v_norm, ctx.scaling)
-    found = ctx.implementation.backward(saved, cast_heads(do, BACKWARD), scales)
+    saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, scaling)
+    scales = gradient_scales(do, q, k, v_norm, scaling)
+    found = implementation.backward(saved, cast_heads(do, BACKWARD), scales)
     return list(zip(found, scales[1:], strict=True))
 
 

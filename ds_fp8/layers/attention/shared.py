@@ -29,8 +29,7 @@ by itself, and every bit is that of casts after the exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -43,6 +42,7 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.cudnn import FORWARD
 from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.fp8_attention import (
+    KEPT,
     Implementation,
     add_mean_of_values,
     attend,
@@ -55,8 +55,6 @@ from ds_fp8.layers.attention.fp8_attention import (
     sum_over_tokens,
 )
 
-_KEPT = 9
-"""Tensors that `attend` keeps for backward."""
 _sent = 0
 
 
@@ -90,7 +88,9 @@ class _SharedAttention(torch.autograd.Function):
         for x, scale in zip(slices, scales, strict=True):
             codes = _whole_sequences(_exchange(cast_by_rank(x, scale), group))
             whole.append(QuantizedTensor(codes, scale[rank].clone(), "tensor", "pow2"))
-        o = attend(ctx, *whole, bounds[3, rank].clone(), scaling, implementation)
+        o, kept = attend(*whole, bounds[3, rank].clone(), scaling, implementation)
+        ctx.save_for_backward(*kept)
+        ctx.scaling, ctx.implementation = scaling, implementation
         ctx.group, ctx.kv_heads, ctx.head_dim = group, k.shape[1], q.shape[-1]
         # Averages of rows of v are never larger than v, so o has v's scale. Codes that arrive come from all ranks, each
         # with its own: scales[2] has them in the order of the ranks, as they lie in what was received.
@@ -104,7 +104,9 @@ class _SharedAttention(torch.autograd.Function):
         parts = do.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3)  # [P, S / P, B, heads / P · D]
         whole = _exchange(parts.contiguous(), group).flatten(0, 1).transpose(0, 1)
         # dq, dk and dv come as codes with one scale each, which only this rank knows: the others are told.
-        codes, scales = zip(*find_gradients(ctx, whole.unflatten(2, (-1, ctx.head_dim))), strict=True)
+        whole = whole.unflatten(2, (-1, ctx.head_dim))
+        found = find_gradients(ctx.saved_tensors, whole, ctx.scaling, ctx.implementation)
+        codes, scales = zip(*found, strict=True)
         of_all = torch.empty(3 * ranks, device=do.device)
         dist.all_gather_into_tensor(of_all, torch.stack(scales), group)
         count_sent(_share(of_all.nbytes, ranks))
@@ -263,18 +265,6 @@ class Split:
         return torch.cat([next(parts[piece.call]) for of_rank in self.pieces for piece in of_rank])
 
 
-@dataclass
-class _Kept:
-    """In place of a context of autograd, for one of several calls of `attend` and `find_gradients`."""
-
-    saved_tensors: Sequence[torch.Tensor] = ()
-    scaling: float = 0.0
-    implementation: Any = field(default=None)
-
-    def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        self.saved_tensors = tensors
-
-
 class _LongDocuments(torch.autograd.Function):
     """[B, heads, S / P, D] of all tokens -> [n, heads · D] of own tokens of long documents."""
 
@@ -305,9 +295,9 @@ class _LongDocuments(torch.autograd.Function):
                 QuantizedTensor(x[None], scale.clone(), "tensor", "pow2")
                 for x, scale in zip(operands, scales[call, :, rank], strict=True)
             ]
-            here = _Kept()
-            outputs.append(attend(here, *casts, bounds[call, 3, rank].clone(), scaling, implementation)[0])
-            kept += here.saved_tensors
+            output, tensors = attend(*casts, bounds[call, 3, rank].clone(), scaling, implementation)
+            outputs.append(output[0])
+            kept += tensors
         ctx.save_for_backward(*kept)
         ctx.split, ctx.scaling, ctx.implementation = split, scaling, implementation
         ctx.shapes, ctx.kv_heads = [x.shape for x in (q, k, v)], k.shape[1]
@@ -324,8 +314,7 @@ class _LongDocuments(torch.autograd.Function):
         sent = do.unflatten(1, (ranks, -1, head_dim)).transpose(0, 1)
         saved, codes, scales = ctx.saved_tensors, [], []
         for call, gradient in enumerate(split.by_call(split.to_heads(sent))):
-            here = _Kept(saved[_KEPT * call :][:_KEPT], ctx.scaling, ctx.implementation)
-            found = find_gradients(here, gradient[None])
+            found = find_gradients(saved[KEPT * call :][:KEPT], gradient[None], ctx.scaling, ctx.implementation)
             codes.append([x[0] for x, _ in found])
             scales.append(torch.stack([scale for _, scale in found]))
         own = torch.stack(scales)  # [calls, 3]

@@ -99,9 +99,10 @@ def test_gated_activation_forward(tokens, features, activation):
     assert error(product, expected) < BF16_ERROR
 
 
-@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
-@pytest.mark.parametrize("saved_as", ["fp8", "bf16"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "saved_as", "wgrad_input"),
+    [("silu", "fp8", "1x128"), ("gelu", "bf16", "128x128"), ("gelu_tanh", "fp8", "128x128"), ("silu", "bf16", "1x128")],
+)
 def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input):
     torch.manual_seed(0)
     gate_up, dproduct, factor = random(256, 512), random(256, 256), torch.rand(256, device=DEVICE) + 0.1
@@ -134,8 +135,10 @@ def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input
 
 
 @pytest.mark.parametrize("saved_as", ["fp8", "bf16"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("tokens", "features"), [(1, 128), (130, 256), (7, 100), (128, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "features", "activation"),
+    [(1, 128, "silu"), (130, 256, "gelu"), (7, 100, "gelu_tanh"), *((128, 128, each) for each in ACTIVATIONS)],
+)
 def test_gated_activation_backward(tokens, features, activation, saved_as):
     torch.manual_seed(0)
     gate_up, dproduct = random(tokens, 2 * features), random(tokens, features)

@@ -74,7 +74,9 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
     weights = _gathered(engine.module)
     if not weights:
         return
-    sharded = state.weights = state.health.weights = life.weights = ShardedWeights(engine, weights, state.wire)
+    sharded = state.weights = state.health.weights = life.weights = ShardedWeights(
+        engine, weights, state.wire, frees_bf16=state.step is not None
+    )
     if state.step is not None:
         sharded.free_bf16_shards()
         state.step.write_bf16 = sharded.write_bf16

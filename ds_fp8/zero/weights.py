@@ -62,6 +62,11 @@ def _kind(stack: list[ShardedWeight]) -> int:
     return 1 if any(is_trained(weight.parameter) for weight in stack) else 2
 
 
+def _is_short_of(size: int, device: torch.device) -> bool:
+    """Return whether a device lacks room for so many bytes and as many for what comes and goes."""
+    return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 2 * size
+
+
 class ShardedWeights:
     """This rank's FP8 shards, in one buffer, and the scales of whole weights, the same on all ranks."""
 
@@ -70,8 +75,12 @@ class ShardedWeights:
         engine: deepspeed.DeepSpeedEngine,
         weights: Iterable[tuple[nn.Parameter, CastSpec, OutlierChannels | None]],
         wire: WireMeter,
+        frees_bf16: bool = False,
     ):
-        """Allocate the shards of `weights`, each with its cast and outlier channels; the first gather casts."""
+        """Allocate the shards of `weights`, each with its cast and outlier channels; the first gather casts.
+
+        `frees_bf16`: whether `free_bf16_shards` will follow.
+        """
         self._engine, self._wire = engine, wire
         # Sorted, so that all ranks agree on the order.
         ordered = sorted(weights, key=lambda weight: order(weight[0]))
@@ -85,6 +94,8 @@ class ShardedWeights:
         self._weights = {id(weight.parameter): weight for some in self._sets for weight in some.weights}
         # Shards that are fetched together lie side by side: what is sent is a view.
         numels = [weight.shard.numel for weight in self]
+        if frees_bf16 and _is_short_of(sum(numels), stacks[0][0].parameter.device):
+            self._move_frozen_to_host()  # before there are codes; the first cast copies them back one by one
         groups = list({id(weight.shard.group): weight.shard.group for weight in self}.values())
         self.transport: Transport = choose(sum(numels), stacks[0][0].parameter.device, groups)
         self.codes = self.transport.local
@@ -384,15 +395,21 @@ class ShardedWeights:
         that moment. Those of frozen weights wait on the host, where the residuals of outlier channels read them once.
         """
         self._flat_bf16 = FlatBf16(self._engine)
-        freed = [weight for weight in self if weight.in_fp8]
-        frozen = [weight for weight in freed if not is_trained(weight.parameter)]
-        if self.masters is not None or frozen:
+        if self.masters is not None or not all(is_trained(weight.parameter) for weight in self):
             self.cast_and_wait()  # while the BF16 shards are there, of which masters are made, and codes
-        for weight in freed:
-            weight.need_no_bf16()
-        for outliers in filter(None, (weight.outliers for weight in frozen)):
-            outliers.fixed = True
+        for weight in self:
+            if weight.in_fp8 and is_trained(weight.parameter):
+                weight.need_no_bf16()
+        self._move_frozen_to_host()
         self.drop_bf16()
+
+    def _move_frozen_to_host(self) -> None:
+        for weight in self:
+            if weight.in_fp8 and not is_trained(weight.parameter):
+                weight.need_no_bf16()
+                weight.free_bf16()
+                if weight.outliers is not None:
+                    weight.outliers.fixed = True
 
     def frozen_with_bf16(self) -> tuple[int, int] | None:
         """Return how many frozen parameters have a BF16 shard on the device, and how many there are; None without."""

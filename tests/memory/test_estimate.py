@@ -32,7 +32,8 @@ CASES = {
     "adapters of some linears": {"train": {"lora": {"targets": ["q_proj", "down_proj"], "dropout": 0.1}}},
     "adapters in BF16": {"train": {"lora": {}}, "fp8": {"enabled": False}},
     "scales by tensor": {"fp8": {"preset": "fp8lm_o2"}},
-    "and FP16 masters": {"fp8": {"preset": "fp8lm_o3"}},
+    "masters of codes": {"fp8": {"optimizer": {"master": "fp8_plus16"}}},
+    "and compressed moments": {"fp8": {"preset": {"linear": "precise", "optimizer": "compact"}}},
     "gradients kept in BF16": {"data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 1},
 }
 

@@ -78,8 +78,9 @@ class MasterSet(CastSet):
         super().__init__(stacks)
         self._wire, self._flat = wire, FlatMasters(engine)
         self._of = {id(weight.parameter): weight for weight in self.weights}
-        if (missing := {id(p) for some in self._flat.sub_groups.values() for p, *_ in some}) != self._of.keys():
-            raise RuntimeError(f"{len(missing)} weights have no FP32 masters, and {len(self._of)} are gathered as such")
+        without = {id(p) for some in self._flat.sub_groups.values() for p, *_ in some}
+        if without != self._of.keys():
+            raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are gathered as such")
         self._members: dict[int, Members] = {
             index: [(self._of[id(p)], start) for p, start, _ in some] for index, some in self._flat.sub_groups.items()
         }
@@ -95,7 +96,6 @@ class MasterSet(CastSet):
         for weight, correction in zip(self.weights, corrections.split(numels), strict=True):
             weight.correction, weight.scale = correction, weight.scales_in(self._scales)
             weight.apart = bf16_shard(weight.parameter)  # which DeepSpeed's masters would be copies of
-
         if codes.device.type == "cuda":
             from ds_fp8.zero.masters_triton import TileStep
 

@@ -35,6 +35,8 @@ from ds_fp8.zero.weight import ShardedWeight
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
 PART, WARPS = 32, 16
 """Rows that a program updates at once, and its warps: 128 registers a thread and no spills (of 8 warps 254)."""
+
+
 @triton.jit
 def _at(pointers, valid, EVEN: tl.constexpr):
     """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""

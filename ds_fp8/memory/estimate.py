@@ -307,7 +307,7 @@ def settings_that_fit(raw: Mapping[str, Any], gpus: int, memory_bytes: int) -> R
     """Return the first change of settings with which the stage fits on as many GPUs, or None.
 
     Recomputed layers, smaller micro-batches, activations on the host and MLPs in tiles keep the result of a step;
-    compressed moments and an optimizer on the host, which are tried after them, do not, or take time.
+    compressed state and an optimizer on the host, which are tried after them, do not, or take time.
     """
     recompute = ("model.activation_checkpointing=true",)
     rows = _one_row(raw, gpus)
@@ -316,7 +316,8 @@ def settings_that_fit(raw: Mapping[str, Any], gpus: int, memory_bytes: int) -> R
     moments = ("fp8.optimizer.exp_avg=e4m3_expanded", "fp8.optimizer.exp_avg_sq=e4m3_expanded")
     changes = [recompute, *([rows, (*recompute, *rows)] if rows else []), offload]
     if read_workload(raw, gpus=gpus).fp8.enabled:
-        changes += [(*offload, tiles), moments, (*offload, *moments)]
+        masters = "fp8.optimizer.master=fp8_plus16"
+        changes += [(*offload, tiles), moments, (*offload, *moments), (*offload, *moments, masters)]
     for change in (*changes, (*offload, 'zero_optimization.offload_optimizer.device="cpu"')):
         needed = _needed(raw, gpus, change)
         if needed is not None and needed <= memory_bytes:

@@ -87,7 +87,8 @@ def test_the_kernel_takes_the_step_of_its_reference(world, scale, kept):
             assert_same_moment(left, right, kept)
         for left, right in zip(one.masters(), other.masters(), strict=True):
             # A code that is rounded to the other side has a correction up to its limit: the interpreter's casts do so.
-            near = (left - right).abs() <= 2.0**-18 * right.abs() + 1e-9
+            # A GPU decodes expanded moments, and divides, by approximations: 1e-5 of an update of 1e-3 and more.
+            near = (left - right).abs() <= 2.0**-18 * right.abs() + (1e-7 if kept == "e4m3_expanded" else 1e-8)
             assert near.float().mean() > (0.9999 if EXACT else 0.9)
 
 

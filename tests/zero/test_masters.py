@@ -171,7 +171,9 @@ def test_a_resumed_run_is_the_run_that_went_on(ranks, tmp_path, world, scale, mo
 
 
 def universal(folder, tag, master, steps, load):
-    engine = models.build({**config(master), "checkpoint": {"load_universal": load is not None}}, sizes=SIZES)
+    ds_config = models.config() if master == "stock" else config(master)
+    ds_config = {**ds_config, "checkpoint": {"load_universal": load is not None}}
+    engine = models.build(ds_config, sizes=SIZES, stock=master == "stock")
     if load is not None:
         engine.load_checkpoint(folder, tag=load, load_module_strict=False)
     loaded = {name: whole(p) for name, p in engine.module.named_parameters()}
@@ -188,6 +190,7 @@ def test_universal_checkpoints_lose_nothing_between_ranks_and_masters(ranks, tmp
     to_universal(folder, "a")
     loaded, more, _ = ranks(3, universal, folder, "b", "fp8_plus16", 2, "a_universal")[0]
     assert_same(kept, loaded)
+    assert_same(kept, ranks(2, universal, folder, "s", "stock", 1, "a_universal")[0][0])
     loaded, fp32, _ = ranks(2, universal, folder, "c", "fp32", 2, "a_universal")[0]
     assert_same(kept, loaded)
     to_universal(folder, "c")

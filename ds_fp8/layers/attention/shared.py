@@ -23,12 +23,12 @@ on the ranks as they come, so that each rank sends other numbers of tokens of ei
     BF16    |                     |      | some |        |                     | all    |
 
 All ranks know from the positions where documents end. Casts have a scale for each long document and rank, as in a row
-by itself, and every bit is that of casts after the exchange.
+by itself, and every bit is that of casts after the exchange. Rows that are one document each are one call together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,6 @@ from ds_fp8.layers.attention.cudnn import FORWARD
 from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.fp8_attention import (
     KEPT,
-    Implementation,
     add_mean_of_values,
     attend,
     decode_exactly,
@@ -72,51 +71,6 @@ def _share(nbytes: int, ranks: int) -> int:
     return nbytes * (ranks - 1) // ranks
 
 
-class _SharedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, scaling: float, implementation: Implementation, group: dist.ProcessGroup):
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        k_mean, v_mean = _means(k, v, group)
-        slices = [by_rank(x, ranks) for x in (rotate_heads(q), rotate_heads(k - k_mean), v - v_mean)]
-        # A maximum does not depend on the order of the ranks: every one casts with the scale that a cast of the whole
-        # tensor, after the exchange, would find.
-        bounds = bounds_by_rank(*slices, ranks)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
-        count_sent(_share(2 * bounds.nbytes, ranks))
-        scales = scale_from_amax(bounds[:3], FORWARD, "pow2")
-        whole = []
-        for x, scale in zip(slices, scales, strict=True):
-            codes = _whole_sequences(_exchange(cast_by_rank(x, scale), group))
-            whole.append(QuantizedTensor(codes, scale[rank].clone(), "tensor", "pow2"))
-        o, kept = attend(*whole, bounds[3, rank].clone(), scaling, implementation)
-        ctx.save_for_backward(*kept)
-        ctx.scaling, ctx.implementation = scaling, implementation
-        ctx.group, ctx.kv_heads, ctx.head_dim = group, k.shape[1], q.shape[-1]
-        # Averages of rows of v are never larger than v, so o has v's scale. Codes that arrive come from all ranks, each
-        # with its own: scales[2] has them in the order of the ranks, as they lie in what was received.
-        output = own_tokens(_exchange(_by_owner(o, ranks), group), scales[2], v.dtype)
-        return add_mean_of_values(output, v_mean).flatten(2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do):
-        group, ranks = ctx.group, dist.get_world_size(ctx.group)
-        parts = do.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3)  # [P, S / P, B, heads / P · D]
-        whole = _exchange(parts.contiguous(), group).flatten(0, 1).transpose(0, 1)
-        # dq, dk and dv come as codes with one scale each, which only this rank knows: the others are told.
-        whole = whole.unflatten(2, (-1, ctx.head_dim))
-        found = find_gradients(ctx.saved_tensors, whole, ctx.scaling, ctx.implementation)
-        codes, scales = zip(*found, strict=True)
-        of_all = torch.empty(3 * ranks, device=do.device)
-        dist.all_gather_into_tensor(of_all, torch.stack(scales), group)
-        count_sent(_share(of_all.nbytes, ranks))
-        gradients = []
-        for which, (x, scale) in enumerate(zip(codes, of_all.view(ranks, 3).t(), strict=True)):
-            found = own_tokens(_exchange(_by_owner(x, ranks), group), scale, do.dtype)
-            gradients.append(own_gradient(found, which, ctx.kv_heads, ranks).transpose(1, 2))
-        return *gradients, None, None, None
-
-
 @torch.compiler.disable(reason="cuDNN's FP8 attention stays outside of the graphs of torch.compile")
 def shared_fp8_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, scaling: float | None = None
@@ -126,18 +80,14 @@ def shared_fp8_attention(
     q [B, heads, S / P, D], k and v [B, kv_heads, S / P, D] of this rank's tokens -> [B, S / P, heads · D]. P divides
     heads; kv_heads divides P or is a multiple of it. group: the P ranks, in the order of their tokens.
     """
-    return _SharedAttention.apply(q, k, v, factor_of(q, scaling), implementation_for(q), group)
+    length = q.shape[2]
+    split = Split([(0, length * dist.get_world_size(group))], length, group, rows=len(q))
+    return _CallsInFP8.apply(q, k, v, factor_of(q, scaling), split)
 
 
 def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """View x [B, heads, S / P, D] as [P, S / P, B, heads / P, D]; with fewer than P heads [heads, S / P, B, 1, D]."""
     return x.unflatten(1, (min(ranks, x.shape[1]), -1)).permute(1, 3, 0, 2, 4)
-
-
-def _means(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the means of k and v [B, kv_heads, S / P, D] over the tokens of all ranks, [2, B, kv_heads, 1, D]."""
-    sums = all_reduced(torch.stack([sum_over_tokens(x) for x in (k, v)]), group)
-    return (sums / (k.shape[2] * dist.get_world_size(group))).to(k.dtype)
 
 
 def bounds_by_rank(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -172,30 +122,15 @@ def all_reduced(sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return sums
 
 
-def _exchange(
-    x: torch.Tensor, group: dist.ProcessGroup, parts: list[int] | None = None, arriving: list[int] | None = None
-) -> torch.Tensor:
-    """Send the first part of x to rank 0, the next to rank 1, ...; return what came, likewise. x[r] to r by default."""
+def _exchange(x: torch.Tensor, group: dist.ProcessGroup, parts: list[int], arriving: list[int]) -> torch.Tensor:
+    """Send the first parts[0] of x to rank 0, the next parts[1] to rank 1, ...; return what came, likewise."""
     # NCCL and gloo know no FP8; they only move the bytes.
     sent = x.view(torch.uint8) if x.element_size() == 1 else x
-    received = sent.new_empty(len(x) if arriving is None else sum(arriving), *sent.shape[1:])
+    received = sent.new_empty(sum(arriving), *sent.shape[1:])
     dist.all_to_all_single(received, sent, arriving, parts, group=group)
     if len(sent):
-        kept = 1 if parts is None else parts[dist.get_rank(group)]
-        count_sent(sent.nbytes // len(sent) * (len(sent) - kept))
+        count_sent(sent.nbytes // len(sent) * (len(sent) - parts[dist.get_rank(group)]))
     return received.view(x.dtype)
-
-
-def _whole_sequences(x: torch.Tensor) -> torch.Tensor:
-    """Return contiguous [B, S, n, D] of what ranks have sent [P, S / P, B, n, D]; of one row no copy."""
-    whole = x.flatten(0, 1).transpose(0, 1)
-    return whole.reshape(-1).view(whole.shape)
-
-
-def _by_owner(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return contiguous [P, S / P, B, n, D] of whole sequences [B, S, n, D], by the rank whose tokens they are."""
-    # Contiguous, for all_to_all_single sends the first 1/P of the memory to rank 0, the next to rank 1, and so on.
-    return x.transpose(0, 1).unflatten(0, (ranks, -1)).contiguous()
 
 
 def own_tokens(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -208,9 +143,9 @@ class Piece(NamedTuple):
     """The tokens of one call that lie on one rank."""
 
     call: int
-    row: int
+    rows: slice
     start: int
-    """First token in the rank's slice of the row."""
+    """First token in the rank's slice of the rows."""
     stop: int
 
     @property
@@ -221,27 +156,36 @@ class Piece(NamedTuple):
 class Split:
     """Calls of attention as they are spread over ranks: exchanges of their tokens against heads."""
 
-    def __init__(self, calls: Sequence[tuple[int, int]], length: int, group: dist.ProcessGroup):
+    def __init__(
+        self, calls: Sequence[tuple[int, int]], length: int, group: dist.ProcessGroup, rows: int | None = None
+    ):
         """Find the pieces of calls, (first token, end) through all rows, of which a rank has slices of `length`.
 
-        No call crosses the end of a row. The group is in the order of its tokens.
+        No call crosses the end of a row. The group is in the order of its tokens. rows: the only call is one of so many
+        whole rows, side by side.
         """
+        self.whole, self.rows = rows is not None, rows or 1
         self.group, self.ranks, rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.calls = range(len(calls))
         self.lengths = [end - begin for begin, end in calls]
         self.pieces: list[list[Piece]] = [[] for _ in range(self.ranks)]
         for call, (begin, end) in enumerate(calls):
             row, first = divmod(begin, length * self.ranks)
+            of_rows = slice(row, row + self.rows)
             for place in range(self.ranks):
                 start, stop = (min(max(x - place * length, 0), length) for x in (first, first + end - begin))
                 if start < stop:
-                    self.pieces[place].append(Piece(call, row, start, stop))
+                    self.pieces[place].append(Piece(call, of_rows, start, stop))
         self.tokens = [sum(piece.tokens for piece in pieces) for pieces in self.pieces]
         self.own, self.own_tokens, self.rank = self.pieces[rank], self.tokens[rank], rank
 
     def of_own(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the pieces [P, n, 1, ...] of this rank's tokens [P, S / P, B, ...]."""
-        return [x[:, piece.start : piece.stop, piece.row : piece.row + 1] for piece in self.own]
+        """Return the pieces [P, n, rows, ...] of this rank's tokens [P, S / P, B, ...]."""
+        return [x[:, piece.start : piece.stop, piece.rows] for piece in self.own]
+
+    def of_pieces(self, x: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Return own pieces, each with its part along dimension 1 of x."""
+        return zip(self.own, x.split([piece.tokens for piece in self.own], 1), strict=True)
 
     def to_heads(self, sent: torch.Tensor) -> torch.Tensor:
         """Send own tokens [P, n, ...] to the ranks of the heads; return what came of all tokens, by rank and call."""
@@ -254,19 +198,23 @@ class Split:
 
     def by_call(self, received: torch.Tensor) -> list[torch.Tensor]:
         """Return the tokens of each call, in order, of what `to_heads` returned."""
+        if len(self.calls) == 1:
+            return [received]
         pieces = [piece for of_rank in self.pieces for piece in of_rank]
         parts = list(zip(pieces, received.split([piece.tokens for piece in pieces]), strict=True))
         return [torch.cat([part for piece, part in parts if piece.call == call]) for call in self.calls]
 
     def by_rank(self, calls: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the tokens of calls as `to_owners` takes them."""
+        if len(self.calls) == 1:
+            return calls[0]
         sizes = [[piece.tokens for of_rank in self.pieces for piece in of_rank if piece.call == c] for c in self.calls]
         parts = [iter(x.split(sizes[call])) for call, x in enumerate(calls)]
         return torch.cat([next(parts[piece.call]) for of_rank in self.pieces for piece in of_rank])
 
 
-class _LongDocuments(torch.autograd.Function):
-    """[B, heads, S / P, D] of all tokens -> [n, heads · D] of own tokens of long documents."""
+class _CallsInFP8(torch.autograd.Function):
+    """[B, heads, S / P, D] of all tokens -> [rows, n, heads · D] of own tokens of the calls."""
 
     @staticmethod
     def forward(ctx, q, k, v, scaling: float, split: Split):
@@ -282,6 +230,8 @@ class _LongDocuments(torch.autograd.Function):
         bounds = torch.zeros(len(split.calls), 4, ranks, device=q.device)
         for piece, *parts in zip(split.own, *pieces, strict=True):
             bounds[piece.call] = bounds_by_rank(*parts, ranks)
+        # A maximum does not depend on the order of the ranks: every one casts with the scale that a cast of the whole
+        # tensor, after the exchange, would find.
         dist.all_reduce(bounds, dist.ReduceOp.MAX, split.group)
         count_sent(_share(2 * bounds.nbytes, ranks))
         scales = scale_from_amax(bounds[:, :3], FORWARD, "pow2")  # [calls, 3, P]
@@ -292,31 +242,34 @@ class _LongDocuments(torch.autograd.Function):
         outputs, kept = [], []
         for call, operands in enumerate(zip(*whole, strict=True)):
             casts = [
-                QuantizedTensor(x[None], scale.clone(), "tensor", "pow2")
+                QuantizedTensor(x.transpose(0, 1).contiguous(), scale.clone(), "tensor", "pow2")
                 for x, scale in zip(operands, scales[call, :, rank], strict=True)
             ]
             output, tensors = attend(*casts, bounds[call, 3, rank].clone(), scaling, implementation)
-            outputs.append(output[0])
+            outputs.append(output.transpose(0, 1))
             kept += tensors
         ctx.save_for_backward(*kept)
         ctx.split, ctx.scaling, ctx.implementation = split, scaling, implementation
         ctx.shapes, ctx.kv_heads = [x.shape for x in (q, k, v)], k.shape[1]
         found = split.to_owners(_bytes_by_rank(split, outputs))
+        # Averages of rows of v are never larger than v, so o has v's scale, that of the rank which computed it.
         output = _decoded(found, scales[:, 2], split, v.dtype)
-        for piece, part in zip(split.own, output.split([p.tokens for p in split.own]), strict=True):
-            add_mean_of_values(part[None], v_means[piece.call][None])
-        return output.flatten(1)
+        for piece, part in split.of_pieces(output):
+            add_mean_of_values(part, v_means[piece.call])
+        return output.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         split, ranks, head_dim = ctx.split, ctx.split.ranks, ctx.shapes[0][3]
-        sent = do.unflatten(1, (ranks, -1, head_dim)).transpose(0, 1)
+        sent = do.unflatten(2, (ranks, -1, head_dim)).permute(2, 1, 0, 3, 4)
         saved, codes, scales = ctx.saved_tensors, [], []
         for call, gradient in enumerate(split.by_call(split.to_heads(sent))):
-            found = find_gradients(saved[KEPT * call :][:KEPT], gradient[None], ctx.scaling, ctx.implementation)
-            codes.append([x[0] for x, _ in found])
+            kept, gradient = saved[KEPT * call :][:KEPT], gradient.transpose(0, 1)
+            found = find_gradients(kept, gradient, ctx.scaling, ctx.implementation)
+            codes.append([x.transpose(0, 1) for x, _ in found])
             scales.append(torch.stack([scale for _, scale in found]))
+        # dq, dk and dv come as codes with one scale each, which only this rank knows: the others are told.
         own = torch.stack(scales)  # [calls, 3]
         of_all = own.new_empty(ranks, *own.shape)
         dist.all_gather_into_tensor(of_all.view(-1), own.view(-1), split.group)
@@ -324,11 +277,12 @@ class _LongDocuments(torch.autograd.Function):
         gradients = []
         for which, (x, shape) in enumerate(zip(zip(*codes, strict=True), ctx.shapes, strict=True)):
             found = split.to_owners(_bytes_by_rank(split, x))
-            found = _decoded(found, of_all[:, :, which].t(), split, do.dtype)  # [n, P · heads / P, D]
-            found = own_gradient(found, which, ctx.kv_heads, ranks)
-            gradient = found.new_zeros(shape[0], shape[2], shape[1], shape[3])
-            for piece, part in zip(split.own, found.split([p.tokens for p in split.own]), strict=True):
-                gradient[piece.row, piece.start : piece.stop] = part
+            found = _decoded(found, of_all[:, :, which].t(), split, do.dtype)  # [rows, n, P · heads / P, D]
+            gradient = found = own_gradient(found, which, ctx.kv_heads, ranks)
+            if not split.whole:
+                gradient = found.new_zeros(shape[0], shape[2], shape[1], shape[3])
+                for piece, part in split.of_pieces(found):
+                    gradient[piece.rows, piece.start : piece.stop] = part
             gradients.append(gradient.transpose(1, 2))
         return *gradients, None, None
 
@@ -389,27 +343,28 @@ def shared_documents_attention(
         if not some:
             continue
         if in_fp8:
-            found = _LongDocuments.apply(q, k, v, factor_of(q, scaling), split)
+            found = _CallsInFP8.apply(q, k, v, factor_of(q, scaling), split)
         else:
             heads = _ToHeads.apply(split, found, *(_own(x, split, ranks) for x in (q, k, v)))
             found = [
-                in_bf16(QKV(*(x.transpose(0, 1)[None] for x in of_call)), call.ends)[0]
+                in_bf16(QKV(*(x.permute(1, 2, 0, 3) for x in of_call)), call.ends).transpose(0, 1)
                 for call, *of_call in zip(some, *map(split.by_call, heads), strict=True)
             ]
-            found = _ToOwners.apply(split.by_rank(found), split).transpose(0, 1).flatten(1)
-        for piece, part in zip(split.own, found.split([p.tokens for p in split.own]), strict=True):
-            outputs[piece.row, piece.start] = part
+            found = _ToOwners.apply(split.by_rank(found), split).permute(2, 1, 0, 3, 4).flatten(2)
+        for piece, part in split.of_pieces(found):
+            outputs[piece.rows.start, piece.start] = part[0]
         # A rank without tokens of a kind computes its heads of them, and joins the exchanges of backward.
-        unused.append(found[:0])
+        unused.append(found[0, :0])
     return torch.cat([*(outputs[place] for place in sorted(outputs)), *unused]).unflatten(0, (len(q), length))
 
 
 def _means_of_calls(k: torch.Tensor, v: torch.Tensor, split: Split) -> torch.Tensor:
-    """Return the means of k and v over the tokens of each call, [2, calls, kv_heads, 1, D]."""
-    sums = torch.zeros(2, len(split.calls), k.shape[1], 1, k.shape[3], dtype=torch.float64, device=k.device)
+    """Return the means of k and v over the tokens of each call, [2, calls, rows, kv_heads, 1, D]."""
+    shape = 2, len(split.calls), split.rows, k.shape[1], 1, k.shape[3]
+    sums = torch.zeros(shape, dtype=torch.float64, device=k.device)
     for piece in split.own:
         for total, x in zip(sums, (k, v), strict=True):
-            total[piece.call] += sum_over_tokens(x[piece.row, None, :, piece.start : piece.stop])[0]
+            total[piece.call] += sum_over_tokens(x[piece.rows, :, piece.start : piece.stop])
     # Numbers of the host in place of a tensor of them: copying one to the device would wait for it.
     sums = all_reduced(sums, split.group).unbind(1)
     means = [total / length for total, length in zip(sums, split.lengths, strict=True)]
@@ -417,15 +372,17 @@ def _means_of_calls(k: torch.Tensor, v: torch.Tensor, split: Split) -> torch.Ten
 
 
 def _less_means(x: torch.Tensor, means: torch.Tensor, split: Split) -> torch.Tensor:
-    """Return x [B, heads, S / P, D] less the mean [heads, 1, D] of the call that a token belongs to."""
+    """Return x [B, heads, S / P, D] less the mean [rows, heads, 1, D] of the call that a token belongs to."""
+    if len(split.calls) == 1:  # tokens of no call are not read
+        return x - means[0]
     result = x.clone()
     for piece in split.own:
-        result[piece.row, :, piece.start : piece.stop] -= means[piece.call]
+        result[piece.rows, :, piece.start : piece.stop] -= means[piece.call]
     return result
 
 
 def _own(x: torch.Tensor, split: Split, ranks: int) -> torch.Tensor:
-    """Return this rank's tokens of all calls [P, n, heads / P, D], of own tokens [B, heads, S / P, D]."""
+    """Return this rank's tokens of all calls [P, n, 1, heads / P, D], of own tokens [B, heads, S / P, D]."""
     # As DeepSpeed does, so that gradients of shared heads are summed in its order.
     x = x.transpose(1, 2).repeat_interleave(max(1, ranks // x.shape[1]), dim=2).transpose(1, 2)
     slices = by_rank(x, ranks)
@@ -433,12 +390,14 @@ def _own(x: torch.Tensor, split: Split, ranks: int) -> torch.Tensor:
 
 
 def _joined(pieces: Sequence[torch.Tensor], slices: torch.Tensor) -> torch.Tensor:
-    """Return pieces [P, n, 1, heads / P, D] one behind the other, [P, n, heads / P, D]; none, of `slices`, if empty."""
+    """Return pieces [P, n, rows, heads / P, D] one behind the other; none, of `slices`, if empty."""
+    if len(pieces) == 1:
+        return pieces[0]
     if pieces and pieces[0].element_size() == 1:  # torch joins no FP8 on every device
-        return torch.cat([x.view(torch.uint8) for x in pieces], 1).view(pieces[0].dtype).squeeze(2)
+        return torch.cat([x.view(torch.uint8) for x in pieces], 1).view(pieces[0].dtype)
     if pieces:
-        return torch.cat(pieces, 1).squeeze(2)
-    return slices[:, :0, 0]  # of the graph of autograd: backward exchanges even so
+        return torch.cat(pieces, 1)
+    return slices[:, :0, :1]  # of the graph of autograd: backward exchanges even so
 
 
 def _bytes_by_rank(split: Split, calls: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -446,8 +405,9 @@ def _bytes_by_rank(split: Split, calls: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _decoded(codes: torch.Tensor, scales: torch.Tensor, split: Split, dtype: torch.dtype) -> torch.Tensor:
-    """Return [n, P · heads / P, D] of codes [P, n, heads / P, D] that came with scales [calls, P]."""
-    parts = codes.split([piece.tokens for piece in split.own], 1)
-    found = [own_tokens(x[:, :, None], scales[p.call], dtype)[0] for p, x in zip(split.own, parts, strict=True)]
-    empty = torch.empty(0, codes.shape[0] * codes.shape[2], codes.shape[3], dtype=dtype, device=codes.device)
-    return torch.cat(found) if found else empty
+    """Return [rows, n, P · heads / P, D] of codes [P, n, rows, heads / P, D] that came with scales [calls, P]."""
+    parts = [own_tokens(x, scales[piece.call], dtype) for piece, x in split.of_pieces(codes)]
+    if not parts:
+        shape = split.rows, 0, codes.shape[0] * codes.shape[3], codes.shape[4]
+        return torch.empty(shape, dtype=dtype, device=codes.device)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -11,7 +11,7 @@ from ds_fp8.layers.attention.cudnn import load_cudnn
 
 load_cudnn()  # before anything imports Transformer Engine
 
-GROUPS = int(os.environ.get("DS_FP8_GPU_GROUPS", "4"))
+GROUPS = int(os.environ.get("DS_FP8_GPU_GROUPS", "3"))
 """Processes of tests that have ranks: each keeps its pools, so that imports and CUDA contexts are paid once a group."""
 WITH_RANKS = {"gpu_ranks", "own_ranks", "pool", "rank"}
 

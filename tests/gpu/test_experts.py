@@ -156,7 +156,7 @@ def test_activation_with_factors(activation, save, wgrad_input):
     results = []
     for where in ("cpu", "cuda"):
         rows, gradient, r = gate_up.to(where), dproduct.to(where), factor.to(where)
-        cast, saved, _ = gated_activation_cast(rows, activation, products.down, True, r)
+        cast, saved, *_ = gated_activation_cast(rows, activation, products.down, True, r)
         casts = gated_activation_backward(gradient, saved, activation, products.gate_up, products.down, row_factor=r)
         results.append([q.dequantize().cpu() for q in (cast, *casts[:3])] + [casts.drow_factor.cpu()])
         assert not results[-1][0][300:].any()

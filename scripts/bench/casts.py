@@ -116,7 +116,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     def forward(keep: bool) -> Any:
         return gated_activation_cast(gate_up, "silu", recipe, keep)
 
-    product, saved, _ = forward(True)
+    product, saved, *_ = forward(True)
     casts = in_words(product)
     del product
     yield Operation("SwiGLU", casts, elements, 5, lambda: forward(False))

@@ -177,7 +177,7 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
     dy_scale = recipe.grad_output.scale
     rows, _ = permute_cast(x, layout, save.format, scale=save.scale)
     hidden = grouped_matmul(rows, first, groups, backend=backend)
-    product, saved, _ = gated_activation_cast(hidden, "silu", recipe, True, factors)
+    product, saved, *_ = gated_activation_cast(hidden, "silu", recipe, True, factors)
     output = grouped_matmul(product, second, groups, backend=backend)
     dy_rows, dy_columns = permute_cast(dy, layout, columnwise="1x128", scale=dy_scale)
     dproduct = grouped_matmul(dy_rows, second_turned, groups, backend=backend)

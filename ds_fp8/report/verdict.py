@@ -14,6 +14,9 @@ TOLERANCE = 0.0025
 """Relative gap of the final losses up to which FP8 counts as equal, as DeepSeek-V3 (arXiv 2412.19437) reports it."""
 SIGMAS = 2.0
 """Standard errors up to which a difference counts as chance."""
+SHORT, ONE_SHORT_RUN = 1000, 0.05
+"""Steps of a short run, and the relative gap of one seed of it up to which it may be chance: of the quickstart's stages
+seeds and presets differ by 3% in both directions (docs/log/quickstart.md)."""
 TRAINED, WEIGHTS = "final_loss", "final_loss_bf16"
 LOSSES = (TRAINED, WEIGHTS)
 """Keys of result.json: validation loss as trained, with casts, and of the exported BF16 weights, without."""
@@ -52,11 +55,14 @@ class Gap:
     mean: float
     error: float | None
     """Standard error of the mean, None for one seed."""
+    chance: float = 0.0
+    """What one seed may be apart by chance."""
 
     def level(self, tolerance: float) -> Level:
         if self.mean <= tolerance:
             return "good"
-        return "undecided" if self.error is not None and self.mean <= SIGMAS * self.error else "bad"
+        by_chance = self.chance if self.error is None else SIGMAS * self.error
+        return "undecided" if self.mean <= by_chance else "bad"
 
     def __str__(self) -> str:
         return f"{self.mean:+.2%}" if self.error is None else f"{self.mean:+.2%} ± {self.error:.2%}"
@@ -116,15 +122,15 @@ def judge_seeds(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE)
     return Verdict(level, headline, figures)
 
 
-def _of_one_seed(level: Level, runs: str, fewer: str = "") -> str:
-    """Return what can be concluded where one seed was trained; `fewer` names where FP8 answers fewer problems."""
+def _of_one_seed(level: Level, runs: str, where: str = "") -> str:
+    """Return what can be concluded where one seed was trained; `where` names the stages that are apart."""
     if level == "bad":
         return f"FP8 ends worse than BF16 in {runs}."
     if level == "good":
         return f"FP8 ends no worse than BF16 in {runs}. One seed cannot say more; {MORE_SEEDS} can."
     return (
-        f"FP8 trains like BF16 in {runs} by its loss; that it answers fewer problems{fewer} may be chance, which one "
-        f"seed cannot tell, as expected of short runs; {MORE_SEEDS} can."
+        f"FP8 trains like BF16 in {runs}; what is between them{where} may be chance, as it is in short runs. One seed "
+        f"cannot tell; {MORE_SEEDS} can."
     )
 
 
@@ -192,7 +198,8 @@ def gap_of(comparison: Comparison, key: str = TRAINED) -> float | None:
 
 def mean_gap(comparisons: Sequence[Comparison], key: str = TRAINED) -> Gap | None:
     gaps = [gap_of(each, key) for each in comparisons]
-    return None if None in gaps else Gap(fmean(gaps), _standard_error(gaps))
+    short = all(run.result["steps"] < SHORT for kind in KINDS for run in runs_of(comparisons, kind) if run is not None)
+    return None if None in gaps else Gap(fmean(gaps), _standard_error(gaps), ONE_SHORT_RUN if short else 0.0)
 
 
 def seed_noise(comparisons: Sequence[Comparison]) -> float | None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.log import logger
 from ds_fp8.layers.attention.fp8_attention import FORWARD_OPERATOR
 
 FUNCTION = "_gradient_checkpointing_func"
@@ -77,6 +78,8 @@ class _Returning(_Keeping):
     """Returns `results` in place of attention's operators, from the first on each time that it is entered."""
 
     def __enter__(self) -> _Returning:
+        if not self._results:
+            _warn()
         self._next = iter(self._results)
         return super().__enter__()
 
@@ -84,6 +87,12 @@ class _Returning(_Keeping):
         self, function: torch._ops.OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _detached(next(self._next)) if function in _known() else function(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(maxsize=1)
+def _warn() -> None:
+    words = "warning: %s keeps nothing of a recomputed layer: none of the kernels whose results can be kept runs in it"
+    logger.warning(words + ' (attn_implementation "eager" and "flex_attention" have none)', KEY)
 
 
 def _contexts() -> tuple[_Keeping, _Returning]:

@@ -4,7 +4,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
-gpus=$(nvidia-smi -L | grep -c GPU)
+gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')  # as CUDA_VISIBLE_DEVICES has them
 processes=${PROCESSES:-8}  # each holds 3.4 GiB of both GPUs for its kernels and contexts, and ranks as much again
 [ "$gpus" -gt 1 ] && export DS_FP8_TEST_GPUS=2
 [ $# -gt 0 ] || set -- tests/gpu

@@ -19,14 +19,15 @@ from typing import Any
 
 import psutil
 import torch.multiprocessing as multiprocessing
-
-from ds_fp8.cluster.hosts import free_port
+from torch.distributed import TCPStore
 
 TIMEOUT = 180
 """Seconds after which a call counts as hung."""
 LARGEST, MOST_THREADS = 5 * 2**28, 48
 """Bytes and threads of a rank on a CPU at which its pool makes way for a new one, in 0.3 s: DeepSpeed's engines leave
 memory, and gloo's process groups threads, which wake a hundred times a second."""
+LARGEST_ON_GPU = 2**31
+"""Bytes that a rank may still hold on its GPU after a test; others run beside it."""
 
 
 def _worker(
@@ -44,6 +45,8 @@ def _worker(
         LOCAL_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the pool's, not rank 0's
+        TORCHELASTIC_RESTART_COUNT="0",
         DS_ACCELERATOR=accelerator,
         LOG_LEVEL="ERROR",
         DEEPSPEED_LOG_LEVEL="error",
@@ -73,17 +76,24 @@ def _worker(
         except EOFError:
             return
         try:
-            connection.send((True, function(*args)))
+            answer = True, function(*args)
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
         # DeepSpeed keeps engines, and collects garbage several times an engine: not through those of all tests before.
         gc.collect()
         if accelerator == "cuda" and torch.cuda.memory_allocated() > 2**28:  # of an engine that was still held
             gc.unfreeze()
             gc.collect()
         gc.freeze()
+        left = 0
         if accelerator == "cuda":
             torch.cuda.empty_cache()  # other processes of tests share the GPU
+            left = torch.cuda.memory_reserved()
+        try:
+            connection.send((*answer, left))
+        except Exception:  # what cannot be sent
+            connection.send((False, traceback.format_exc(), left))
+        del answer
 
 
 class RankDied(Exception):
@@ -102,12 +112,14 @@ class RankPool:
         context = multiprocessing.get_context("forkserver" if accelerator == "cpu" else "spawn")
         if accelerator == "cpu":
             context.set_forkserver_preload(["tests.preload"])
-        port = free_port()
+        # Of this process, which holds its port until the ranks have met: a free port may be another's a moment later.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._accelerator, self._left = accelerator, 0
         self._connections, self._processes = [], []
         self._crashes = tempfile.TemporaryDirectory(prefix="ranks-")
         for rank in range(world):
             ours, theirs = context.Pipe()
-            args = (rank, world, port, accelerator, theirs, self._crash_file(rank), one_gpu)
+            args = (rank, world, self._store.port, accelerator, theirs, self._crash_file(rank), one_gpu)
             process = context.Process(target=_worker, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -151,11 +163,12 @@ class RankPool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    good, value = connection.recv()
+                    good, value, left = connection.recv()
                 except (EOFError, ConnectionResetError):
                     if not failed:
                         raise
                     continue  # it was ended because of another's failure
+                self._left = max(self._left, left)
                 answers[rank] = good, value if good else f"rank {rank}: {value}"
         failures = [value for good, value in answers.values() if not good]
         if failures:
@@ -166,6 +179,8 @@ class RankPool:
     @property
     def worn(self) -> bool:
         """Whether one of its processes has grown so much that new ones are faster."""
+        if self._accelerator == "cuda":
+            return self._left > LARGEST_ON_GPU
         found = [psutil.Process(process.pid) for process in self._processes]
         return any(one.memory_info().rss > LARGEST or one.num_threads() > MOST_THREADS for one in found)
 
@@ -194,7 +209,7 @@ class RankPools:
 
     def _pool(self, world: int) -> RankPool:
         pool = self._pools.get(world)
-        if pool is not None and not pool.broken and self._accelerator == "cpu" and pool.worn:
+        if pool is not None and not pool.broken and pool.worn:
             pool.close()
         if pool is None or pool.broken:
             pool = self._pools[world] = RankPool(world, self._accelerator)

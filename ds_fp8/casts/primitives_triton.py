@@ -9,6 +9,8 @@ as memory, seen as [M, K/128]), as cuBLAS and TMA want them; 128x128 scales pad 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,12 @@ MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 """True where kernels are compiled, and may hold assembly: Triton's interpreter runs none."""
 _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
+
+
+@functools.lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of programs that run at once; a few in Triton's interpreter on a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit

@@ -9,7 +9,8 @@ from ds_fp8.casts.primitives_triton import scale_of, to_fp8
 from ds_fp8.optim.masters import LARGEST_CORRECTION, SMALLEST_NORMAL
 
 _LARGEST_CORRECTION, _SMALLEST_NORMAL = tl.constexpr(LARGEST_CORRECTION), tl.constexpr(SMALLEST_NORMAL)
-_ITS_BITS = tl.constexpr((127 - 6) << 23)
+_ITS_BITS, _BITS_OF_2_14 = tl.constexpr((127 - 6) << 23), tl.constexpr((127 + 14) << 23)
+_LARGEST_BITS = tl.constexpr((127 + 8 << 23) + (3 << 21))  # 448 = 1.75 * 2^8
 
 
 @triton.jit
@@ -37,13 +38,17 @@ def decode_master(code, correction, scale):
 def encode_master(w, scale, reciprocal, POW2: tl.constexpr):
     """Return (codes as bytes, corrections): encode of optim/masters.py."""
     code = to_fp8(w, reciprocal, tl.float8e4nv).to(tl.uint8, bitcast=True)
-    x = tl.abs(w * reciprocal)
+    cast = tl.abs(w * reciprocal)
+    x = cast
     if not POW2:
         # The quotient, rounded once: one step of Newton's from a reciprocal that is (Markstein 1990).
         x = tl.fma(tl.fma(-x, scale + tl.zeros_like(x), tl.abs(w)), reciprocal + tl.zeros_like(x), x)
     small = x < _SMALLEST_NORMAL
-    # The code's number in FP32, by its bits: of codes that it has just made ptxas 12.8 decodes some out of register 1.
-    of_code = (120 << 23) + (((code.to(tl.int32) & 0x7F) + tl.where(small, 8, 0)) << 20)
+    # The code's number, from what was cast and not from the code: of codes that a kernel has just made ptxas 12.8 reads
+    # some out of register 1. 20 bits of mantissa are rounded away; around 2^14 FP32's numbers are subnormal codes apart.
+    of_code = tl.minimum(_shifted(cast.to(tl.int32, bitcast=True), 20) << 20, _LARGEST_BITS)
+    of_small = _ITS_BITS + (((cast + 16384.0).to(tl.int32, bitcast=True) - _BITS_OF_2_14) << 20)
+    of_code = tl.where(small, of_small, of_code)
     t = _shifted((x + tl.where(small, _SMALLEST_NORMAL, 0.0)).to(tl.int32, bitcast=True) - of_code, 4)
     return code, tl.minimum(tl.maximum(t, -_LARGEST_CORRECTION), _LARGEST_CORRECTION).to(tl.int16)
 

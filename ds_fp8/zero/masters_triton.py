@@ -1,8 +1,9 @@
-"""AdamW's step of masters as codes and corrections (masters.py) in one pass: a program takes a block of 128 x 128.
+"""AdamW's step of masters as codes and corrections (masters.py) in one pass: a program takes block after block of 128 x 128.
 
-A program updates PART rows after another, stores their moments, and keeps their new masters in registers, 32 a thread.
-(Gradients and moments of the whole block beside them would not fit; masters that went to memory and back would be a
-second pass.) Then it has the amax of the block, and from that the scale, codes and corrections.
+It updates PART rows after another, stores their moments, and puts their new masters aside; then it has the amax of the
+block, and from that the scale, codes and corrections. Masters lie aside in a few MB that all blocks share, and that
+never leave the L2 cache: registers for a block of them would leave room for one program a multiprocessor, which waits
+for memory half of the time.
 
     UPDATE     blocks that no other rank has a part of: everything
     MEASURE    of the others only the amax; nothing else is written
@@ -21,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, random_word
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, multiprocessors, random_word
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
@@ -33,8 +34,8 @@ from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.weight import ShardedWeight
 
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
-PART, WARPS = 32, 16
-"""Rows that a program updates at once, and its warps: 128 registers a thread and no spills (of 8 warps 254)."""
+PART, WARPS, PROGRAMS = 16, 8, 3
+"""Rows that a program updates at once, its warps, and programs a multiprocessor: 8 elements and 80 registers a thread."""
 
 
 @triton.jit
@@ -55,9 +56,16 @@ def _put(pointers, x, valid, EVEN: tl.constexpr):
         tl.store(pointers, x, mask=valid)
 
 
-@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["programs"])
+@triton.jit
+def _put_masters(codes, corrections, w, scale, reciprocal, valid, POW2: tl.constexpr, EVEN: tl.constexpr):
+    code, correction = encode_master(w, scale, reciprocal, POW2)
+    _put(codes, code, valid, EVEN)
+    _put(corrections, correction, valid, EVEN)
+
+
+@triton.jit(do_not_specialize=["seed", "count"], do_not_specialize_on_alignment=["programs"])
 def _step(
-    owner, table, apart, programs, codes, corrections, old_scales, new_scales, amax,
+    owner, table, apart, programs, count, aside, codes, corrections, old_scales, new_scales, amax,
     grad, skip, factor, exp_avg, exp_avg_scale, exp_avg_exponent, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent,
     beta1, beta2, eps, decay, step_size, root_factor, seed,
     KIND1: tl.constexpr, DTYPE1: tl.constexpr, MAX1: tl.constexpr, LOG2_MAX1: tl.constexpr, SMALLEST1: tl.constexpr, MANTISSA1: tl.constexpr,
@@ -71,81 +79,90 @@ def _step(
     if SKIP:
         if tl.load(skip) != 0:
             return
-    program = tl.load(programs + tl.program_id(0))
-    weight = tl.load(owner + program).to(tl.int64)
-    fields = table + weight * 10
-    # Places in flat tensors pass 2^31. Shards begin and end at multiples of 128, and rows have so many elements.
-    columns = tl.multiple_of(tl.load(fields + 1), 128)
-    start, stop = tl.multiple_of(tl.load(fields + 2), 128), tl.multiple_of(tl.load(fields + 3), 128)
-    to_flat = tl.multiple_of(tl.load(fields + 7), 128) - start
-    codes += tl.multiple_of(tl.load(fields + 8), 16) - start
-    corrections += tl.multiple_of(tl.load(fields + 9), 16) - start
-    tile, across = program - tl.load(fields), columns // 128
-    tile_row = tl.load(fields + 4) + tile // across
-    block, first = tl.load(fields + 5) + tile_row * tl.load(fields + 6) + tile % across, tile_row * 128
-    column = (tile % across) * 128 + tl.arange(0, 128)
-    old_scale = tl.load(old_scales + block)
-    masters = ()
-    bits = tl.zeros([PART], tl.int32)
-    for part in tl.static_range(128 // PART):
-        row = first + part * PART + tl.arange(0, PART)
-        inside = (row * columns >= start) & (row * columns < stop)
-        place = row[:, None] * columns + column[None, :]
-        valid = inside[:, None] & (column >= 0)[None, :]
-        offsets = place + to_flat
-        groups = (row * columns + to_flat) // 128 + tile % across
-        g = _at(grad + offsets, valid, EVEN).to(tl.float32)
-        if factor is not None:
-            g = g * tl.load(factor)
-        m = decode_tile(_at(exp_avg + offsets, valid, EVEN), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
-        v = decode_tile(_at(exp_avg_sq + offsets, valid, EVEN), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
-        m = m * beta1 + g * (1.0 - beta1)
-        v = v * beta2 + g * g * (1.0 - beta2)
-        w = decode_master(_at(codes + place, valid, EVEN), _at(corrections + place, valid, EVEN), old_scale)
-        if apart is not None:
-            address = tl.load(apart + weight)
-            of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
-            w = tl.where(address != 0, of_user, w)
-        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
-        if not EVEN:
-            w = tl.where(valid, w, 0.0)
+    across_block, parts = tl.arange(0, 128), tl.arange(0, PART)
+    aside += tl.program_id(0) * 128 * 128 + parts[:, None] * 128 + across_block[None, :]
+    for index in range(tl.program_id(0), count, tl.num_programs(0)):
+        program = tl.load(programs + index)
+        weight = tl.load(owner + program).to(tl.int64)
+        fields = table + weight * 10
+        columns = tl.load(fields + 1).to(tl.int32)
+        tile, across = program - tl.load(fields).to(tl.int32), columns // 128
+        tile_row = tl.load(fields + 4) + tile // across
+        block = tl.load(fields + 5) + tile_row * tl.load(fields + 6) + tile % across
+        # Where the block begins in the weight; places in flat tensors pass 2^31, those in a block do not. Shards begin
+        # and end at multiples of 128, and rows have so many elements.
+        begin = tl.multiple_of(tile_row * 128 * columns + tile % across * 128, 128)
+        start, stop = tl.load(fields + 2) - begin, tl.load(fields + 3) - begin
+        flat = tl.multiple_of(tl.load(fields + 7) - start, 128)
+        its_codes = codes + tl.multiple_of(tl.load(fields + 8) - start, 16)
+        its_corrections = corrections + tl.multiple_of(tl.load(fields + 9) - start, 16)
+        old_scale = tl.load(old_scales + block)
+        scale = old_scale
+        reciprocal = old_scale
+        if WHAT == FINISH:
+            scale = tl.load(new_scales + block)
+            reciprocal = tl.div_rn(1.0, scale)
+        bits = tl.zeros([PART], tl.int32)
+        for part in range(0, 128, PART):
+            of_row = tl.multiple_of((part + parts) * columns, [128])
+            inside = (of_row >= start) & (of_row < stop)
+            valid = inside[:, None] & (across_block >= 0)[None, :]
+            place = of_row[:, None] + across_block[None, :]
+            groups = flat // 128 + of_row // 128
+            g = _at(grad + flat + place, valid, EVEN).to(tl.float32)
+            if factor is not None:
+                g = g * tl.load(factor)
+            m = decode_tile(_at(exp_avg + flat + place, valid, EVEN), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
+            v = decode_tile(_at(exp_avg_sq + flat + place, valid, EVEN), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
+            m = m * beta1 + g * (1.0 - beta1)
+            v = v * beta2 + g * g * (1.0 - beta2)
+            w = decode_master(_at(its_codes + place, valid, EVEN), _at(its_corrections + place, valid, EVEN), old_scale)
+            if apart is not None:
+                address = tl.load(apart + weight)
+                of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
+                w = tl.where(address != 0, of_user, w)
+            w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
+            if not EVEN:
+                w = tl.where(valid, w, 0.0)
+            if WHAT != FINISH:
+                bits = tl.maximum(bits, amax_bits(w, 1))
+            if WHAT == UPDATE:
+                tl.store(aside + part * 128, w)
+            if WHAT == FINISH:
+                _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
+            if WHAT != MEASURE:
+                noise1 = w
+                noise2 = w
+                if NOISE1 or NOISE2:
+                    at = flat + of_row  # 128 elements of which no two are on two sides of a multiple of 2^32
+                    key = seed.to(tl.uint32) + (at >> 32).to(tl.uint32) * BEYOND
+                    word = random_word(at.to(tl.uint32)[:, None] + across_block.to(tl.uint32)[None, :], key[:, None])
+                    noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
+                    noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
+                encode_store(
+                    m, exp_avg + flat, exp_avg_scale, exp_avg_exponent, place, groups, inside, valid, noise1, amax,
+                    KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
+                    True, NOISE1, False, EVEN, FAST,
+                )
+                encode_store(
+                    v, exp_avg_sq + flat, exp_avg_sq_scale, exp_avg_sq_exponent, place, groups, inside, valid, noise2, amax,
+                    KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
+                    False, NOISE2, False, EVEN, FAST,
+                )
         if WHAT != FINISH:
-            bits = tl.maximum(bits, amax_bits(w, 1))
-        if WHAT != MEASURE:
-            masters += (w,)
-            noise1 = w
-            noise2 = w
-            if NOISE1 or NOISE2:
-                word = random_word(offsets, seed.to(tl.uint32) + (offsets >> 32).to(tl.uint32) * BEYOND)
-                noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
-                noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
-            encode_store(
-                m, exp_avg, exp_avg_scale, exp_avg_exponent, offsets, groups, inside, valid, noise1, amax,
-                KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
-                True, NOISE1, False, EVEN, FAST,
-            )
-            encode_store(
-                v, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent, offsets, groups, inside, valid, noise2, amax,
-                KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
-                False, NOISE2, False, EVEN, FAST,
-            )
-    if WHAT != FINISH:
-        # A block is one program's: a plain store into zeros. Other ranks find its scale in the all-reduce.
-        bits = tl.minimum(tl.max(bits, 0), 0x7F800000) + tl.zeros([PART], tl.int32)
-        tl.store(amax + block + tl.zeros([PART], tl.int64), bits, mask=tl.arange(0, PART) == 0)
-    if WHAT != MEASURE:
+            # A block is one program's: a plain store into zeros. Other ranks find its scale in the all-reduce.
+            largest = tl.minimum(tl.max(bits, 0), 0x7F800000)
+            tl.store(amax + block, largest)
         if WHAT == UPDATE:
-            scale, reciprocal = kept_scale(bits, LARGEST, SMALLEST, POW2)
-        else:
-            scale = tl.load(new_scales + block) + tl.zeros([PART], tl.float32)
-            reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-        for part in tl.static_range(128 // PART):
-            row = first + part * PART + tl.arange(0, PART)
-            valid = ((row * columns >= start) & (row * columns < stop))[:, None] & (column >= 0)[None, :]
-            place = row[:, None] * columns + column[None, :]
-            code, correction = encode_master(masters[part], scale[:, None], reciprocal[:, None], POW2)
-            _put(codes + place, code, valid, EVEN)
-            _put(corrections + place, correction, valid, EVEN)
+            scale, reciprocal = kept_scale(largest, LARGEST, SMALLEST, POW2)
+            tl.debug_barrier()  # whoever put a master aside
+            for part in range(0, 128, PART):
+                of_row = tl.multiple_of((part + parts) * columns, [128])
+                valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
+                place = of_row[:, None] + across_block[None, :]
+                w = tl.load(aside + part * 128)
+                _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
+            tl.debug_barrier()  # before the next block's lie there
 
 
 class TileStep:
@@ -230,9 +247,11 @@ class TileStep:
 
         def launch(what: tl.constexpr, programs: torch.Tensor, new_scales: torch.Tensor) -> None:
             if len(programs):
-                _step[(len(programs),)](
-                    *self._tables, addresses, programs, codes, corrections, scales, new_scales, *arguments, WHAT=what, EVEN=self._even and what is UPDATE,
-                    PART=PART, num_warps=WARPS, **options
+                at_once = min(len(programs), PROGRAMS * multiprocessors(device))
+                aside = torch.empty(at_once if what is UPDATE else 0, BLOCK, BLOCK, device=device)
+                _step[(at_once,)](
+                    *self._tables, addresses, programs, len(programs), aside, codes, corrections, scales, new_scales, *arguments, WHAT=what,
+                    EVEN=self._even and what is UPDATE, PART=PART, num_warps=WARPS, **options
                 )
 
         launch(UPDATE, self._programs[UPDATE], scales)

@@ -1,7 +1,7 @@
 """AdamW's step and the cast of weights that follows it: two kernels of FP32 masters, one of codes and corrections.
 
     python scripts/bench/update.py                             ms for 1e9 parameters, bytes of state a parameter
-    python scripts/bench/update.py --tiles 32x16,32x8,16x8     shapes of the kernel beside each other
+    python scripts/bench/update.py --tiles 16x8x3,8x4x5        shapes of the kernel beside each other
     python scripts/bench/update.py --quick                     seconds on a CPU, by the references
 
 "bytes" are those of masters, moments and codes with their scales; gradients (BF16 beside compressed moments) not.
@@ -75,7 +75,9 @@ def two_kernels(weights: list[ShardedWeight], scales: torch.Tensor, kept: str) -
     return measure(update)
 
 
-def one_kernel(weights: list[ShardedWeight], scales: torch.Tensor, kept: str, tile: tuple[int, int] | None) -> float:
+def one_kernel(
+    weights: list[ShardedWeight], scales: torch.Tensor, kept: str, tile: tuple[int, int, int] | None
+) -> float:
     numel, starts = sum(weight.numel for weight in weights), range(0, len(weights) * weights[0].numel, weights[0].numel)
     exp_avg, exp_avg_sq = moments(kept, numel)
     gradient, skip = gradients(kept, numel), torch.zeros(1, dtype=torch.int32, device=device())
@@ -85,7 +87,7 @@ def one_kernel(weights: list[ShardedWeight], scales: torch.Tensor, kept: str, ti
 
         make = masters_triton.TileStep
         if tile is not None:
-            masters_triton.PART, masters_triton.WARPS = tile
+            masters_triton.PART, masters_triton.WARPS, masters_triton.PROGRAMS = tile
     step = make(list(zip(weights, starts, strict=True)))
 
     def update() -> None:
@@ -103,7 +105,12 @@ def gradients(kept: str, numel: int) -> torch.Tensor:
 def main(arguments: list[str] | None = None) -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--numel", type=positive, default=10**9, help="parameters of the weights")
-    parser.add_argument("--tiles", default="", metavar="ROWSxWARPS,...", help="rows and warps of the kernel, all tried")
+    parser.add_argument(
+        "--tiles",
+        default="",
+        metavar="ROWSxWARPSxPROGRAMS,...",
+        help="rows, warps and programs a multiprocessor, all tried",
+    )
     options = parser.parse_args(arguments)
     facts, found = begin(), []
     rows = 256 if options.quick else 4096

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +11,7 @@ from ds_fp8.casts.primitives_triton import (
     amax_bits,
     empty_result,
     format_arguments,
+    multiprocessors,
     scale_of,
     tiles,
     to_fp8,
@@ -49,12 +48,6 @@ def _normalise_rows(
         tl.store(scale + groups.to(tl.int64) * M + m, scales, mask=groups * 128 < H)
         codes = to_fp8(normed, reciprocal[:, None], DTYPE)
         tl.store(data + m.to(tl.int64) * pitch + h, codes, mask=inside)
-
-
-@functools.lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    """Return the number of programs that run at once; a few in Triton's interpreter on a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def normalise(
@@ -131,7 +124,7 @@ def normalise_backward(
     block = triton.next_power_of_2(H)
     warps = max(4, min(16, block // 512))
     # As many as the GPU holds at once (32 warps a multiprocessor): each keeps its row of dw in registers to the end.
-    programs = min(M, _multiprocessors(hidden.device) * (32 // warps))
+    programs = min(M, multiprocessors(hidden.device) * (32 // warps))
     partial = torch.empty(programs, H, device=hidden.device)
     _normalise_rows_backward[(programs,)](
         dn, hidden, weight, rstd, dresidual, dhidden, partial, M, H,

@@ -267,14 +267,3 @@ def test_a_reader_that_closes_its_pipe_sees_no_traceback():
     done = subprocess.run(f"{program} | head -1", shell=True, capture_output=True, text=True, check=False)
     assert done.stdout.count("\n") == 1
     assert "Traceback" not in done.stderr
-
-
-def test_initialize_needs_nothing_of_the_recipe():
-    """As after `pip install ds-fp8` without extras."""
-    extras = ["datasets", "sentencepiece", "wandb", "tensorboard", "xxhash", "matplotlib", "trl", "peft"]
-    program = (
-        f"import sys; sys.modules.update(dict.fromkeys({extras!r}))\n"
-        "import ds_fp8; ds_fp8.initialize, ds_fp8.convert, ds_fp8.install()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -17,12 +17,6 @@ import ds_fp8
 NAMES = ds_fp8.__all__
 
 
-def run(code: str) -> None:
-    """Run `code` in a fresh interpreter."""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_the_same_object_every_time(name):
     first, second = getattr(ds_fp8, name), getattr(ds_fp8, name)
@@ -36,16 +30,30 @@ def test_no_name_is_that_of_a_module():
     assert not {module.name for module in pkgutil.iter_modules(ds_fp8.__path__)} & set(NAMES)
 
 
-def test_a_fresh_interpreter_sees_all_names_and_imports_deepspeed_for_none_that_does_not_need_it():
-    run(
-        "import sys, ds_fp8\n"
-        "assert {*ds_fp8.__all__, '__version__'} <= set(dir(ds_fp8))\n"
-        "from ds_fp8 import FP8Config, QuantizedTensor, UserError, quantize\n"
-        "import torch, ds_fp8.casts\n"
-        "assert (ds_fp8.quantize(torch.ones(2, 128)).data == quantize(torch.ones(2, 128)).data).all()\n"
-        "assert isinstance(ds_fp8.quantize(torch.ones(2, 128)), QuantizedTensor)\n"
-        "assert not {'deepspeed', 'transformers', 'datasets'} & set(sys.modules)"
-    )
+PROGRAM = """
+import sys
+extras = "datasets sentencepiece wandb tensorboard xxhash matplotlib trl peft".split()
+sys.modules.update(dict.fromkeys(extras))  # as after `pip install ds-fp8` without extras
+import ds_fp8
+assert {*ds_fp8.__all__, "__version__"} <= set(dir(ds_fp8))
+from ds_fp8 import FP8Config, QuantizedTensor, UserError, quantize
+import torch, ds_fp8.casts
+assert (ds_fp8.quantize(torch.ones(2, 128)).data == quantize(torch.ones(2, 128)).data).all()
+assert isinstance(ds_fp8.quantize(torch.ones(2, 128)), QuantizedTensor)
+assert not {"deepspeed", "transformers"} & set(sys.modules)
+ds_fp8.initialize, ds_fp8.convert, ds_fp8.install()
+from ds_fp8.config.presets import PRESETS
+from ds_fp8.layers.linear.recipe import recipe_from_config
+for name in PRESETS:
+    recipe_from_config(FP8Config.from_preset(name))
+assert not [name for name in sys.modules if name.startswith("ds_fp8.research")]
+"""
+
+
+def test_a_fresh_interpreter_sees_all_names_and_imports_no_more_than_it_needs():
+    """No DeepSpeed for casts, nothing of the extras for engines, and of the research only what a section names."""
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
         ds_fp8.quantise  # noqa: B018
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import collectives
 import fuzz
 import pytest
+import step
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "ERROR"}
@@ -46,19 +48,27 @@ def test_a_benchmark_measures_what_it_names(name, tmp_path):
             assert row["error_vs_fp64"] < 3e-3 < row["error_vs_bf16"]
 
 
-def test_a_step_and_the_collectives_are_measured(tmp_path):
-    for script, arguments in (("step.py", ["--variants", "torch,infir2", "--lora", "4"]), ("collectives.py", [])):
-        file = tmp_path / f"{script}.json"
-        words = [sys.executable, str(BENCH / script), "--quick", "--json", str(file), *arguments]
-        done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
-        assert done.returncode == 0, done.stderr[-3000:]
-        rows = json.loads(file.read_text())["rows"]
-        if script == "step.py":
-            assert all(row["losses"][-1] < row["losses"][0] for row in rows)
-            assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=0.01)
-        else:
-            assert {row["operation"] for row in rows} == {"gather", "reduce", "refresh"}
-            assert all(row["fp8_milliseconds"] > 0 for row in rows)
+def losses_of(variant):
+    options = step.parse_arguments(["--quick", "--lora", "4"])
+    return step.measure_variant(variant, options, step.Batches(options))["losses"]
+
+
+def test_variants_of_a_step_are_measured(ranks):
+    plain, fp8 = (ranks(1, losses_of, variant)[0] for variant in ("torch", "infir2"))
+    assert max(plain[-1] / plain[0], fp8[-1] / fp8[0]) < 1
+    assert plain == pytest.approx(fp8, rel=0.01)
+
+
+def figures_of_collectives():
+    gathers = (collectives.measure_gathers("tiny", section, 1) for section in (None, {"monitor": {"every": 0}}))
+    reductions = (collectives.measure_reductions("tiny", how, 1) for how in (None, {"scale": "group"}))
+    return collectives.rows_of("gather", "tiny", *gathers) + collectives.rows_of("reduce", "tiny", *reductions)
+
+
+def test_collectives_are_measured(ranks):
+    rows = ranks(2, figures_of_collectives)[0]
+    assert {row["operation"] for row in rows} == {"gather", "reduce", "refresh"}
+    assert all(row["fp8_milliseconds"] > 0 for row in rows)
 
 
 def test_kernels_of_experts_compile_for_hopper_with_its_fp8_units(tmp_path):

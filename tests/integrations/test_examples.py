@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
@@ -99,22 +100,37 @@ def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
         return history(trainer, "loss"), reports
 
 
-def plain(folder: Path):
-    """(FP8 linears, what is printed) of the plain program; README's, which is started by torchrun, is much the same."""
-    with started(folder, "train.py", "tiny", "text.txt", "out"), contextlib.redirect_stdout(io.StringIO()) as printed:
-        engine = runpy.run_path("train.py", run_name="__main__")["engine"]
+def plain(folder: Path, program: str, *arguments: str):
+    """(FP8 linears, what is printed) of a program that calls ds_fp8.initialize itself."""
+    with started(folder, program, *arguments), contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine = runpy.run_path(program, run_name="__main__")["engine"]
     return engine.fp8.report["fp8_linears"], printed.getvalue()
 
 
-@pytest.mark.slow
-def test_the_plain_program_trains_and_leaves_a_model(folder, ranks):
-    linears, printed = ranks(2, plain, folder)[0]
+def block_of_readme(language: str) -> str:
+    (code,) = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return code
+
+
+README = ("readme.py",)
+PLAIN = ("train.py", "tiny", "text.txt", "out")
+
+
+@pytest.mark.parametrize(
+    ("words", "model"), [(README, "served"), pytest.param(PLAIN, "out/model", marks=pytest.mark.slow)], ids=str
+)
+def test_plain_programs_train_and_leave_a_model(words, model, folder, ranks):
+    if words == README:
+        (folder / "readme.py").write_text(block_of_readme("python"))
+        (folder / "ds_config.json").write_text(block_of_readme("json"))
+    linears, printed = ranks(2, plain, folder, *words)[0]
     assert linears == 14
-    found = [float(value) for value in re.findall(r"step \d of \d: loss ([\d.]+)", printed)]
-    assert len(found) > 2
-    assert found[-1] < found[0]
-    assert AutoModelForCausalLM.from_pretrained(folder / "out" / "model").config.model_type == "qwen3"
-    assert (folder / "out" / "model" / "tokenizer.json").is_file()
+    losses = [float(value) for value in re.findall(r"^step \d+(?: of \d)?: loss ([\d.]+)", printed, re.MULTILINE)]
+    assert len(losses) > 2
+    assert losses == sorted(losses, reverse=True) if words == README else losses[-1] < losses[0]
+    assert "linears in FP8" in printed
+    assert AutoModelForCausalLM.from_pretrained(folder / model, dtype=torch.bfloat16).config.model_type == "qwen3"
+    assert words == README or (folder / model / "tokenizer.json").is_file()
 
 
 def of_trainer(folder: Path):

@@ -1,9 +1,5 @@
 """What core does not know is found in ds_fp8.research, is dumped, and is never imported by runs without it."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from ds_fp8.config.errors import UserError
@@ -46,16 +42,3 @@ def test_mistakes_name_the_key_and_the_nearest_of_both(linear, key, remedy):
         parse_fp8({"fp8": {"linear": linear}})
     assert caught.value.key == key
     assert remedy in caught.value.remedy
-
-
-def test_a_run_without_it_does_not_import_it():
-    program = (
-        "import sys, json; from ds_fp8.config.fp8 import parse_fp8; import ds_fp8.engine.initialize\n"
-        "from ds_fp8.layers.linear.recipe import recipe_from_config\n"
-        "for name in json.loads(sys.argv[1]): recipe_from_config(parse_fp8({'fp8': {'preset': name}}))\n"
-        "print(sorted(name for name in sys.modules if name.startswith('ds_fp8.research')))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(list(PRESETS))], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.splitlines()[-1] == "[]"

@@ -264,21 +264,12 @@ def test_every_step_of_a_run_made_longer_has_the_rate_of_its_new_length(
     assert [rates[step] for step in (3, 4, 5)] == [1e-3 * learning_rate_factor(n, 5, schedule) for n in (2, 3, 4)]
 
 
-def test_bad_input_is_one_screen_and_writes_nothing(tiny, write, launch, tmp_path):
-    file = write(tiny)
-    output = finish(launch(file, "data.sequence_length=500", ranks=0), 2)  # of two: cluster/test_watchdog.py
-    assert "Traceback" not in output
-    assert output.count("error: ") == 1
-    words = ["max_position_embeddings 128", "data.sequence_length", str(file), "remedy:"]
-    assert all(word in output for word in words)
-    assert [path.name for path in tmp_path.iterdir()] == ["stage.json"]
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ("train.stepps=5", 'Did you mean "steps"?'),
         ("data.path=no/such.jsonl", "no/such.jsonl"),
+        ("data.sequence_length=500", "max_position_embeddings 128"),
     ],
 )
 def test_bad_input_names_file_and_key_before_anything_is_written(

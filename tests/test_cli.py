@@ -11,11 +11,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_fp8
 from ds_fp8.cli import COMMANDS, main
 from ds_fp8.commands.arguments import config_file, shipped_configs
+from ds_fp8.commands.train import _served_layout
 from ds_fp8.config.errors import UserError
+from ds_fp8.data import load_tokenizer
+from ds_fp8.train import load_stage
 from tests.corpus import CHATS, DOCUMENTS, TOKENIZER
 
 ROOT = Path(__file__).parents[1]
@@ -53,9 +57,6 @@ def test_train_says_what_loads_before_it_loads():
     ],
 )
 def test_the_export_that_train_proposes_holds_the_weights(changes, layout):
-    from ds_fp8.commands.train import _served_layout
-    from ds_fp8.train import load_stage
-
     assert _served_layout(load_stage(config_file("quickstart/cpt.json"), changes, 2)) == layout
 
 
@@ -236,10 +237,6 @@ def test_a_wheel_in_an_empty_folder_estimates_trains_exports_reports_and_evaluat
 
 def _write_base_model(folder: Path) -> None:
     """Write a model whose tokenizer has neither a pad token nor a chat template, as those of Llama 3 and Mistral."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from ds_fp8.data import load_tokenizer
-
     tokenizer = load_tokenizer(TOKENIZER)
     tokenizer.pad_token = None
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+import ds_fp8
 from ds_fp8.graphs import micro_steps
 from ds_fp8.graphs.capture import masks_as_outside, process_groups_used
 from ds_fp8.graphs.replay import CapturedGraphs
@@ -203,8 +204,6 @@ def model_of(attention: str = "sdpa", **more):
 
 def engine_of(attention: str = "sdpa", fp8=None, model=None):
     """An engine of a small Qwen2 or of `model`, and the list of what it says."""
-    import ds_fp8
-
     model = model_of(attention) if model is None else model
     section = models.config({"monitor": {"every": 0}, **(fp8 or {})}) | {"train_micro_batch_size_per_gpu": 1}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

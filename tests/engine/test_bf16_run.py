@@ -8,9 +8,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
+from ds_fp8.report.runs import RunRecord
 from tests.engine.graphs_in_python import Graphs, engine_of
 from tests.engine.test_graph_decisions import REPLAYED, forward, train
 from tests.layers.hugging_face import causal_lm
+from tests.report.runs import finished_run
 from tests.zero import models
 
 IN_BF16 = {
@@ -72,9 +74,6 @@ def test_without_an_override_a_model_with_no_linear_in_fp8_is_an_error():
 
 
 def test_it_is_no_fp8_run_to_a_report(tmp_path):
-    from ds_fp8.report.runs import RunRecord
-    from tests.report.runs import finished_run
-
     in_bf16 = {"enabled": True, "fp8_linears": 0, "notes": []}
     assert RunRecord(finished_run(tmp_path / "own", 2.0, 10, 0.5, fp8=in_bf16)).kind == "bf16"
     assert RunRecord(finished_run(tmp_path / "fp8", 2.0, 10, 0.5)).kind == "fp8"

@@ -6,6 +6,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
+import ds_fp8
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 from tests.zero.test_training import QUIET
@@ -37,8 +38,6 @@ class Adapted(nn.Module):
 
 
 def build(section, case, scale=1.0, recompute=False):
-    import ds_fp8
-
     model = causal_lm("qwen2")
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -105,8 +106,6 @@ def test_a_schedule_in_python_is_found_at_the_next_check(ranks, world, tmp_path)
 
 def of_one_rank(_):
     """The schedule changes on rank 1 alone."""
-    from deepspeed import comm as dist
-
     register()
     engine, said = engine_of("scheduled")
     graphs = engine.fp8.graphs = Graphs(engine, auto=True)

@@ -5,10 +5,13 @@ from dataclasses import fields
 
 import pytest
 import torch
+from deepspeed import comm as dist
 
 from ds_fp8.graphs import micro_steps
 from ds_fp8.graphs.agreement import LEAST_TIMEOUT, Action, Facts, RankAgreement, decide
 from ds_fp8.graphs.conditions import code_of_others, fingerprint, hook_of_others
+from ds_fp8.zero.deepspeed.methods import before_load
+from ds_fp8.zero.lifecycle import CheckpointState
 from tests.engine.graphs_in_python import Graphs, engine_of
 
 REPLAYED, CHECKED = "replayed for 0", "checked, eager"
@@ -76,8 +79,6 @@ def test_training_that_always_has_several_forwards_captures_nothing(ranks):
 
 def of_one_rank(what, most=None):
     """Run steps between which something happens on rank 0 alone; return what became of them, losses, what was said."""
-    from deepspeed import comm as dist
-
     engine, said = engine_of()
     before, micro_steps.MAX_GRAPHS = micro_steps.MAX_GRAPHS, most or micro_steps.MAX_GRAPHS
     graphs = engine.fp8.graphs = Graphs(engine)
@@ -204,9 +205,6 @@ def test_settings_that_cannot_be_hashed_are_read():
 
 def module_only(folder):
     """Load the module alone, then all of a checkpoint; return what was called."""
-    from ds_fp8.zero.deepspeed.methods import before_load
-    from ds_fp8.zero.lifecycle import CheckpointState
-
     engine, _ = engine_of()
     train(engine, forward(engine))
     found = []

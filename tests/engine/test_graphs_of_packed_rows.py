@@ -7,6 +7,7 @@ masks of a capture: which micro-step meets which graph is decided as always, and
 from itertools import pairwise
 
 import torch
+from deepspeed import comm as dist
 
 from ds_fp8.train import packed_attention
 from tests.engine.graphs_in_python import Graphs, engine_of
@@ -62,8 +63,6 @@ def in_one_kernel(q, k, v, ends, dropout, scaling):
 
 def trained(rows, graphs):
     """Losses of this rank whose row of every step has documents of these lengths, what became of it, what was said."""
-    from deepspeed import comm as dist
-
     packed_attention.register()
     packed_attention._document_by_document = in_one_kernel
     (engine, said), log = engine_of("packed"), None

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from deepspeed import comm as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import ds_fp8
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.sequence_parallel import exchange_of
 from ds_fp8.train import packed_attention
@@ -22,8 +23,6 @@ def trained(attention, attention_format, rows, graphs, later=None):
 
     later: the number of a step, and what is done to the engine before it, which returns what undoes it.
     """
-    import ds_fp8
-
     packed_attention.register()
     documents.LONG = LENGTH // 4
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": LENGTH}

@@ -9,6 +9,7 @@ from deepspeed import comm as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+import ds_fp8
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.engine import model as checkpointing_section
 from ds_fp8.graphs.conditions import why_not_recomputed
@@ -220,8 +221,6 @@ def test_a_key_without_effect_is_named(caplog):
 
 def train(architecture, recompute, on_host, section):
     """(losses, BF16 weights, whether inputs were kept on the host) of three steps of two micro-batches each."""
-    import ds_fp8
-
     model = causal_lm(architecture, num_hidden_layers=3)
     if recompute is not None:
         model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})

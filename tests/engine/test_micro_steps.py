@@ -5,12 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from torch import nn
 from torch.distributed import destroy_process_group
 from torch.utils import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.attach import _of_any_rank
 from ds_fp8.graphs.capture import before_process_groups_end, process_groups_used, random_states_unread
 from ds_fp8.graphs.conditions import (
     MIN_DOCUMENTS,
@@ -38,10 +40,6 @@ def test_the_report_says_why_there_are_none(ranks, graph, why):
 
 
 def of_one_rank(_):
-    from deepspeed import comm as dist
-
-    from ds_fp8.engine.attach import _of_any_rank
-
     return _of_any_rank("here" if dist.get_rank() == 1 else None)
 
 

@@ -9,6 +9,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.model import BUCKET, LIVE, wider_prefetch
 from ds_fp8.layers.convert import convert
+from ds_fp8.layers.experts.experts import FP8Experts
 from tests.layers.hugging_face import causal_lm
 from tests.layers.moe import mixture
 from tests.zero.test_experts import engine_of, train
@@ -62,8 +63,6 @@ def test_dense_models_are_left_alone():
 
 def fetched_ahead():
     """By layer: whether its experts were under way before forward reached it, once the trace was known; and notes."""
-    from ds_fp8.layers.experts.experts import FP8Experts
-
     # Space for two layers, in a bucket that ends with the first weight.
     engine = engine_of(
         "qwen3_moe", {}, changes={"num_hidden_layers": 4}, **{BUCKET: 100, "stage3_max_reuse_distance": 0}

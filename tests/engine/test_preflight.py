@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from ds_fp8.config.deepspeed_json import Configuration
@@ -272,9 +274,6 @@ def test_sequences_split_over_ranks_are_not():
 
 
 def pipeline_and_experts():
-    from deepspeed.moe.layer import MoE
-    from deepspeed.pipe import PipelineModule
-
     refusals = []
     for model in (
         PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1),

@@ -3,10 +3,14 @@
 import json
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from transformers import AutoModelForCausalLM, OlmoConfig
+from transformers.integrations import HfDeepSpeedConfig
 
+import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import leaves_preset_open, with_preset
@@ -32,8 +36,6 @@ def from_config(folder, config):
 
 
 def from_pretrained(folder, config):
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
@@ -54,9 +56,6 @@ def sharded(build):
     """`build` under zero.Init, of DeepSpeed itself or of transformers."""
 
     def build_sharded(folder, config):
-        import deepspeed
-        from transformers.integrations import HfDeepSpeedConfig
-
         keep = HfDeepSpeedConfig({key: value for key, value in config.items() if key != "fp8"})
         try:
             if build is from_pretrained:
@@ -83,8 +82,6 @@ BUILDS = {
 
 
 def chosen(folder, name, section):
-    import ds_fp8
-
     config = models.config(section)
     model = BUILDS[name][0](folder, json.loads(json.dumps(config)))
     engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -148,8 +145,6 @@ def test_a_section_leaves_the_preset_open_or_not(section, is_open):
 
 
 def test_norms_without_weights_leave_it_to_what_transformers_has_loaded(tmp_path):
-    from transformers import AutoModelForCausalLM, OlmoConfig
-
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = OlmoConfig(**sizes, vocab_size=128, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     drawn = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -169,14 +164,11 @@ def test_norms_without_weights_leave_it_to_what_transformers_has_loaded(tmp_path
     ],
 )
 def test_convert_decides_as_initialize_does(build, section, channels):
-    import ds_fp8
-
     assert ds_fp8.convert(build(), FP8Config(**OPEN, **section)).recipe.outlier_channels == channels
 
 
 def resumed(folder, checkpoints):
     """What a random model does with the checkpoint of a trained one: as it is, and with the preset named."""
-    import ds_fp8
 
     def engine(model, section):
         return ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=models.config(section))[0]

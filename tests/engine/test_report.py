@@ -1,12 +1,14 @@
 """The start report: what is in FP8 and what is not, as it is printed."""
 
 import contextlib
+import functools
 import io
 
 import pytest
 import torch
 from torch import nn
 
+import ds_fp8
 from ds_fp8.engine.report import why_slow
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
@@ -14,8 +16,6 @@ from tests.zero import models
 
 def printed(architecture, changes, section):
     """(the start report, what rank 0 printed of it, in one line) of one rank."""
-    import ds_fp8
-
     model = causal_lm(architecture, **changes)
     fp8 = {"report": "full", **section, "linear": {"backend": "reference"}}
     output = io.StringIO()
@@ -92,10 +92,6 @@ def test_an_engine_that_evaluates_has_no_moments(ranks):
 
 
 def short_report(what):
-    import functools
-
-    import ds_fp8
-
     model, raw = causal_lm("llama"), models.config({})
     parameters = model.parameters()
     if what == "forward":

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from deepspeed import comm as dist
 from transformers import AutoConfig
 
+import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.sequence_parallel import check_layers, check_rotation, sequence_parallel_size
 from ds_fp8.layers.attention import documents
@@ -25,8 +26,6 @@ SECTION = {"attention": {"format": "e4m3"}, "monitor": {"every": 0}, "graph": "o
 
 
 def initialized(size, length, architecture="qwen3", section=SECTION, training_data=None, **changes):
-    import ds_fp8
-
     packed_attention.register()
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": length}
     model = causal_lm(architecture, **{**sizes, "attn_implementation": "packed", **changes})
@@ -76,8 +75,6 @@ def losses_and_bytes(length, steps, codes):
 
 def report_and_meter(section):
     """What the start report says of the exchange, and the bytes of a step as an engine's meter has them."""
-    import ds_fp8
-
     packed_attention.register()
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64}
     model = causal_lm("qwen3", **sizes, attn_implementation="packed")
@@ -93,8 +90,6 @@ def report_and_meter(section):
 
 def refusals(size, length):
     """What is said to models that cannot be shared: without attention functions, of other heads, with windows ..."""
-    import ds_fp8
-
     said = []
     plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
     for start in (
@@ -259,8 +254,6 @@ def test_ranks_rotate_slices_as_one_rotates_rows(ranks, own_ranks, kind):
 
 def loss_of_two_rows(sizes):
     """Of an engine whose batch is given by some of DeepSpeed's three sizes."""
-    import ds_fp8
-
     model = causal_lm("llama", attn_implementation="sdpa")
     config = {**models.config({"graph": "off"}), "sequence_parallel_size": RANKS}
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"):
@@ -282,8 +275,6 @@ def test_rows_of_a_micro_batch_follow_from_those_of_a_step(own_ranks, sizes):
 
 def logits_of_the_last_engine(*sizes, attention):
     """Of one model in engines one after the other, of which the last shares a row of three documents."""
-    import ds_fp8
-
     model = causal_lm("llama", head_dim=128, attn_implementation="sdpa")
     for number, size in enumerate(sizes):
         section = {**SECTION, "attention": {"format": "e4m3" if number < len(sizes) - 1 else attention}}

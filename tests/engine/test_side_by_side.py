@@ -9,6 +9,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+import ds_fp8
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
 from tests.zero import models
@@ -58,8 +59,6 @@ def student_and_teacher(section, alone):
     config = models.config(section)
     del config["optimizer"]
     torch.manual_seed(1)
-    import ds_fp8
-
     model = models.Net().bfloat16().requires_grad_(False)
     teacher = ds_fp8.initialize(model=model, config=config)[0]
     teacher.eval()

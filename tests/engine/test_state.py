@@ -6,6 +6,8 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+import ds_fp8
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.train.resume import load_on_other_ranks
 from tests.zero import models
@@ -130,8 +132,6 @@ def test_counters_and_layers_in_bf16_are_resumed(ranks, tmp_path):
 
 def layers_by_name(folder):
     """What a checkpoint says of layers that a filter left out, and what an engine without it, or without them, says."""
-    import ds_fp8
-    from ds_fp8.config.fp8 import FP8Config
 
     def without_down(net):
         ds_fp8.convert(net, FP8Config(fuse="off"), filter=lambda name, layer: not name.endswith("1.down"))

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.export import export_checkpoint
+from ds_fp8.export import export_checkpoint, export_engine, served_weights
 from ds_fp8.export.plan import make_plan, quantization_config
 from ds_fp8.layers.experts.selection import names_of_experts
 from tests.layers.moe import EXPERTS, mixture
@@ -26,8 +26,6 @@ NAMES = {
 
 def trained_and_exported(folder, architecture, section):
     """By name what is served, and the masters of the experts; a folder and a checkpoint are written."""
-    from ds_fp8.export import export_engine, served_weights
-
     engine = engine_of(architecture, section)
     train(engine, 2)
     engine.save_checkpoint(str(folder / "checkpoints"), tag="step_2")

@@ -8,17 +8,20 @@ import json
 import shutil
 import stat
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import ds_fp8
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.export import export_checkpoint
+from ds_fp8.export import export_checkpoint, export_engine
 from ds_fp8.export.plan import make_plan, plan_to_serve
 from ds_fp8.layers.selection import unconverted
 from tests.export.servers import assert_served
@@ -300,13 +303,7 @@ def test_an_export_that_fails_leaves_nothing_and_the_folder_before_it(trained, t
 
 def failing_on_one_rank(folder, where):
     """Return what each rank is told of an export that one rank cannot do, and whether another export works after it."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
     from safetensors import SafetensorError
-
-    import ds_fp8
-    from ds_fp8.export import export_engine
 
     model = small_model(**shape())
     engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config({}))[0]

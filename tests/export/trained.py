@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from unittest import mock
 
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+import ds_fp8
+from ds_fp8.export import export_engine, served_weights
 from tests.integrations.programs import counting, small_model
 from tests.zero.models import config
 
@@ -15,9 +21,6 @@ def shape(**changes) -> dict:
 
 def train_and_export(folder, fp8: dict, layouts: list[str], shard_bytes: int, changes: dict):
     """Train, save a checkpoint, export each layout; return the trained logits and the weights as served."""
-    import ds_fp8
-    from ds_fp8.export import export_engine, served_weights
-
     model = small_model(**shape(**changes))
     engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config(fp8))[0]
     rows = torch.stack([row["input_ids"] for row in counting(2)])
@@ -36,11 +39,6 @@ def train_and_export(folder, fp8: dict, layouts: list[str], shard_bytes: int, ch
 
 def gather_failing(engine, where: str):
     """Let the second rank fail in its third gather of weights, before or after it has taken part in the collective."""
-    from unittest import mock
-
-    import deepspeed
-    from deepspeed import comm as dist
-
     owner, name = deepspeed.zero.GatheredParameters, "__enter__" if "before" in where else "__exit__"
     if "codes" in where:
         owner, name = type(engine.fp8.weights), "whole"

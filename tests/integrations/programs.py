@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+import ds_fp8
 from tests.integrations import accelerate_on_cpus
 
 VOCABULARY = 64
@@ -27,9 +29,6 @@ CHAT = (
 def installed(default: str | None = None) -> Iterator[None]:
     """ds_fp8.install(default) while Trainer, TRL or Accelerate run on this rank; all they leave behind is undone."""
     from accelerate.state import AcceleratorState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    import ds_fp8
 
     accelerate_on_cpus.enable()
     ds_fp8.install(default)

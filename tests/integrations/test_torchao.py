@@ -8,6 +8,9 @@ import json
 import pytest
 import torch
 
+import ds_fp8
+from ds_fp8.train import load_stage
+from ds_fp8.train.model import build_model, load_model_config
 from tests.casts.peers import assert_same_as_torchao
 from tests.corpus import DOCUMENTS
 from tests.integrations.programs import counting, small_model, small_tokenizer
@@ -48,10 +51,6 @@ def train_with_torchao(folder) -> list[float]:
 
 def go_on(folder) -> list[float]:
     """Load the folder as a stage does, and return the losses of further steps on this rank."""
-    import ds_fp8
-    from ds_fp8.train import load_stage
-    from ds_fp8.train.model import build_model, load_model_config
-
     stage = load_stage(folder / "stage.json")
     model = build_model(stage, load_model_config(stage, small_tokenizer()))
     engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=TRAINING)[0]

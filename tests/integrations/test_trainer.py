@@ -6,9 +6,11 @@ import warnings
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from transformers import AutoModelForCausalLM, Trainer
 
 import ds_fp8
+from ds_fp8.graphs import host_checkpoints
 from tests.integrations.programs import (
     counting,
     deepspeed_config,
@@ -34,8 +36,6 @@ def trained(folder, fp8, sections=None, **more):
 def plainly_trained(folder, fp8):
     """Losses of the same training in a loop over ds_fp8.initialize: two micro-batches a step, the mean over all label
     tokens, and Trainer's two parameter groups, which decide what shares a scale in compressed moments."""
-    from deepspeed import comm as dist
-
     model = small_model()
     with installed():
         args = training_arguments(folder, fp8, gradient_accumulation_steps=2)
@@ -78,8 +78,6 @@ def test_losses_equal_a_plain_loops(ranks, tmp_path, fp8, reduced_in):
 
 def with_inputs_on_the_host(folder, on_host):
     """Losses, and whether layers' inputs waited on the host by DeepSpeed's key."""
-    from ds_fp8.graphs import host_checkpoints
-
     kept, pack = [], host_checkpoints.HostCheckpoints._pack
     host_checkpoints.HostCheckpoints._pack = lambda self, x: kept.append(x.shape) or pack(self, x)
     try:

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from deepspeed import comm as dist
+from peft import LoraConfig, PeftModel
 
 from tests.integrations.programs import arguments, history, installed, small_model, small_tokenizer
 
@@ -66,7 +68,6 @@ def preferring(folder, fp8):
 
 def preferring_by_adapters(folder, fp8, fuse="auto"):
     """The reference is the model without its adapters, which have TRL's dropout."""
-    from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer
 
     with installed():
@@ -103,7 +104,6 @@ def preferring_against_itself(folder, fp8):
 def reinforcing(folder, fp8):
     """GRPOTrainer: generation with DeepSpeed's hooks taken off and put back, a reference model, answers rewarded for
     being long."""
-    from deepspeed import comm as dist
     from trl import GRPOConfig, GRPOTrainer
 
     stored = f"{folder}/stored"  # the reference model is loaded from where the model came from
@@ -141,8 +141,6 @@ def test_preferences_against_a_reference_model(ranks, tmp_path):
 
 
 def test_preferences_learnt_by_fused_adapters(ranks, tmp_path):
-    from peft import PeftModel
-
     runs = [
         ranks(2, preferring_by_adapters, tmp_path / name, *arguments)[0]
         for name, arguments in {"bf16": (None,), "unfused": ({}, "off"), "fused": ({},)}.items()

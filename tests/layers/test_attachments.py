@@ -5,14 +5,17 @@ import warnings
 
 import pytest
 import torch
-from peft import LNTuningConfig, LoraConfig, PeftModel, get_peft_model
+from deepspeed.utils import safe_get_full_grad
+from peft import LNTuningConfig, LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
 
+import ds_fp8
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
+from tests.zero import models
 
 MORE = 0.03
 """What a gradient's error against BF16's may have above 1.5 times that of unfused layers in FP8."""
@@ -178,9 +181,6 @@ class Adapters:
     """An engine around a model whose adapters learn. `section`: None for BF16."""
 
     def __init__(self, section, recompute=None, converted_before=False, **options):
-        import ds_fp8
-        from tests.zero import models
-
         model = causal_lm("llama")
         if section is not None:
             section = {"linear": {"backend": "reference"}, "monitor": {"every": 0}, **section}
@@ -202,8 +202,6 @@ class Adapters:
 
     def steps(self, start=0, stop=3):
         """(losses, and for every step the whole gradients by name)."""
-        from deepspeed.utils import safe_get_full_grad
-
         losses, gradients = [], []
         for step in range(start, stop):
             torch.manual_seed(step)
@@ -265,44 +263,3 @@ def test_recomputation_has_the_bits_and_the_masks_of_the_first_forward(ranks, dr
         assert losses in [rank[0] for rank in kept]
         for found, expected in zip(gradients, kept[0][1], strict=True):
             assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def saved_and_loaded(folder):
-    """Losses with and without the stop, and how far those of PEFT alone are from the engine's."""
-    adapters = Adapters({}, lora_dropout=0.1)
-    adapters.steps()
-    adapters.engine.save_checkpoint(folder)
-    onward = adapters.steps(3, 6)
-    adapters.engine.eval()
-    rank = torch.distributed.get_rank()
-    ids = tokens()
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(adapters.engine.module.parameters()), modifier_rank=None):
-        if rank == 0:
-            adapters.engine.module.save_pretrained(f"{folder}/peft")
-    torch.distributed.barrier()
-    logits = []
-    with torch.no_grad():
-        logits.append(adapters.engine(input_ids=ids).logits)
-        with adapters.engine.module.disable_adapter():
-            logits.append(adapters.engine(input_ids=ids).logits)
-        adapters.engine.destroy()
-        alone = PeftModel.from_pretrained(causal_lm("llama"), f"{folder}/peft").eval()
-        expected = [alone(input_ids=ids).logits]
-        with alone.disable_adapter():
-            expected.append(alone(input_ids=ids).logits)
-    resumed = Adapters({}, lora_dropout=0.1)
-    resumed.engine.load_checkpoint(folder)
-    again = resumed.steps(3, 6)
-    resumed.engine.destroy()
-    same = all(torch.equal(x[n], y[n]) for x, y in zip(onward[1], again[1], strict=True) for n in x)
-    return onward[0], again[0], same, [error(x, y) for x, y in zip(logits, expected, strict=True)]
-
-
-def test_adapters_are_resumed_bit_for_bit_and_loaded_by_peft_alone(ranks, tmp_path):
-    for onward, again, same, (adapted, base) in ranks(2, saved_and_loaded, str(tmp_path)):
-        assert onward == again
-        assert same
-        assert adapted < 0.13
-        assert base < 0.13

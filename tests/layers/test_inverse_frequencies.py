@@ -1,9 +1,11 @@
 """Inverse frequencies of rotary embeddings that were rounded to BF16 are computed again."""
 
+import deepspeed
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import ds_fp8
 from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
@@ -46,10 +48,6 @@ def test_frequencies_that_nobody_can_compute_again_are_named():
 
 def under_zero_init():
     """(dtype after zero.Init, restored buffers and notes of the start report) of one rank."""
-    import deepspeed
-
-    import ds_fp8
-
     config = models.config({"linear": {"backend": "reference"}})
     settings = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     with deepspeed.zero.Init(config_dict_or_path={k: v for k, v in config.items() if k != "fp8"}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 
+import deepspeed
 import pytest
 import torch
 from peft import CPTConfig, LoraConfig, get_peft_model
@@ -346,8 +347,6 @@ def test_other_models_are_left_with_the_reason(reason):
 
 def zero_training(kind, tied, fused, bf16):
     """Losses of six micro-batches in three steps, an evaluation loss, a greedy answer, and the head's weight."""
-    import deepspeed
-
     model = build(kind, tied=tied)
     if bf16:
         model = model.bfloat16()

@@ -7,6 +7,7 @@ import torch
 from architectures import tiny_config
 from transformers import AutoModelForCausalLM
 
+import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.experts import routing
 from ds_fp8.layers.experts.routing import NAME, count_without_waiting, counts
@@ -192,8 +193,6 @@ def test_tokens_that_change_expert_are_counted_by_sets():
 
 def test_fp8_beside_bf16():
     """Share of the tokens that go to other experts where the same weights are multiplied in FP8."""
-    import ds_fp8
-
     bf16, fp8 = model_of("qwen3_moe", torch.bfloat16), model_of("qwen3_moe", torch.bfloat16)
     ds_fp8.convert(fp8, ds_fp8.FP8Config.from_preset("tensorwise"))
     routes = []

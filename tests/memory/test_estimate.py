@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+import ds_fp8
 from ds_fp8.config.presets import merge, preset_values
 from ds_fp8.memory import estimate
 from ds_fp8.memory.states import EMULATED
@@ -47,8 +48,6 @@ def live_bytes() -> int:
 
 def measured(raw):
     """(bytes of tensors between steps, the most during one) of a rank, beyond those that were there before."""
-    import ds_fp8
-
     before = live_bytes()
     model = workloads.model_of(raw)
     if raw["model"].get("activation_checkpointing"):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -186,10 +185,6 @@ def test_the_best_point_is_a_stage(tmp_path):
     assert stage["train"] == RAW["train"]
 
 
-DEVIATION = 0.15
-"""Relative, of the process: at this size libraries that load in the first step show."""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
@@ -213,60 +208,6 @@ def start(folder, command, *arguments):
         [sys.executable, "-m", "ds_fp8.cli", command, "stage.json", *arguments], cwd=folder,
         env={**os.environ, **environment(folder)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-
-
-def output_of(folder, command, *arguments):
-    process = start(folder, command, *arguments)
-    output, _ = process.communicate(timeout=240)
-    return process.returncode, output
-
-
-def records(out):
-    return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines() if line]
-
-
-def assert_measured(record):
-    assert record["status"] == "ok", record["reason"]
-    expected = record["estimate"]["peak_bytes"] + record["process_bytes"]
-    assert expected == pytest.approx(record["peak_bytes"], rel=DEVIATION)
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_and_run_again(folder):
-    command = ("sweep", "--sweep", "sweep.json", "--steps", "2", "--out", "out")
-    driver = start(folder, *command)
-    deadline = time.monotonic() + 240
-    while not ((folder / "out" / "sweep.jsonl").exists() and (running := _running(folder))):
-        assert driver.poll() is None, driver.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    left = psutil.Process(running)
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    first = records(folder / "out")
-    assert [record["status"] for record in first] == ["ok"]
-
-    code, output = output_of(folder, *command)
-    assert code == 0, output
-    assert "1 of 2 points are measured already" in output
-    both = records(folder / "out")
-    assert both[0] == first[0]
-    assert [record["name"] for record in both] == ["enabled false", "enabled true"]
-    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE, (
-        "the run that the killed driver left is still there"
-    )
-    for record in both:
-        assert_measured(record)
-    assert (folder / "out" / "best.json").exists()
-
-
-def _running(folder):
-    """The launcher of the point that is running."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(f'"{folder / "out" / "points"}' in part for part in process.cmdline()):
-                return process.pid
-    return None
 
 
 @pytest.fixture

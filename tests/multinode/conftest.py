@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -48,10 +47,3 @@ def wait_for(condition: Callable[[], bool], seconds: float, process: subprocess.
         assert process.poll() is None, output.read_text()[-6000:]
         assert time.monotonic() < deadline, output.read_text()[-6000:]
         time.sleep(0.1)
-
-
-def write_stage(folder: Path, stage: dict) -> Path:
-    """Write a stage's JSON into a folder that all hosts see."""
-    file = folder / "stage.json"
-    file.write_text(json.dumps(stage))
-    return file

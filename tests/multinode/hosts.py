@@ -1,14 +1,12 @@
 """Hosts for tests: network namespaces with an sshd each, joined by a bridge. Needs root, iproute2, sshd and pdsh.
 
-A host sees the files of this machine, except folders that are hidden from it, and its processes can be listed, stopped
-and killed together. Nothing outside the namespaces is changed.
+A host sees the files of this machine, and its processes can be listed. Nothing outside the namespaces is changed.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,16 +40,13 @@ class Hosts:
 
     folder: for keys, configurations and the hostfile.
     slots: ranks a host.
-    hidden: folders that a host, counted from 0, sees empty.
     """
 
-    def __init__(
-        self, folder: Path, count: int, slots: int = 1, hidden: dict[int, Sequence[Path]] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, count: int, slots: int = 1) -> None:
         self.folder = folder
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self.hostfile = folder / "hostfile"
-        self._slots, self._hidden = slots, hidden or {}
+        self._slots = slots
         self._switch = f"ds{os.getpid()}s"
         self.names = [f"ds{os.getpid()}h{number}" for number in range(count)]
         """Names of the network namespaces."""
@@ -100,9 +95,8 @@ class Hosts:
             "UsePAM no",
         )
         configuration.write_text("\n".join(lines) + "\n")
-        hide = "".join(f"mount -t tmpfs none {folder}; " for folder in self._hidden.get(number, ()))
         sshd = shutil.which("sshd", path=_path())
-        _do("ip", "netns", "exec", name, "sh", "-ec", f"{hide}exec {sshd} -f {configuration}")
+        _do("ip", "netns", "exec", name, sshd, "-f", str(configuration))
 
     def __exit__(self, *exception: object) -> None:
         for name in self.names:
@@ -138,27 +132,6 @@ class Hosts:
     def cut_link(self, host: int) -> None:
         """Take a host's link down: nothing arrives, and nobody is told."""
         _do("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
-
-    def slow_down(self, host: int, rate: str) -> None:
-        """Limit what a host sends, for example to "10mbit"."""
-        _do(*f"tc -n {self.names[host]} qdisc add dev eth0 root tbf rate {rate} burst 64kb latency 500ms".split())
-
-    def power_off(self, host: int) -> None:
-        """End everything on a host at once, and its link first: no connection is closed."""
-        self.cut_link(host)
-        self._signal(host, signal.SIGKILL)
-
-    def freeze(self, host: int) -> None:
-        """Stop every process of a host; the kernel goes on to acknowledge packets."""
-        self._signal(host, signal.SIGSTOP)
-
-    def thaw(self, host: int) -> None:
-        """Let them go on."""
-        self._signal(host, signal.SIGCONT)
-
-    def _signal(self, host: int, number: int) -> None:
-        for process in self._processes(self.names[host]):
-            process.send_signal(number)
 
     def _processes(self, name: str) -> list[psutil.Process]:
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout

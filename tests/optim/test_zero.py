@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint.ds_to_universal import main
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_local_optimizer_state
 
+import ds_fp8
+from ds_fp8.config.errors import UserError
 from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, ROUNDING, numbers_of
 from tests.zero import models
 
@@ -33,8 +40,6 @@ def config(optimizer: dict, *, stage: int = 3, universal: bool = False, fp8: dic
 
 def weights_and_moments(engine) -> dict[str, torch.Tensor]:
     """Whole FP32 masters and moments by name, as DeepSpeed gives them to users."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
     result = {}
     for name, parameter in engine.module.named_parameters():
         result[f"{name} master"] = safe_get_full_fp32_param(parameter).cpu()
@@ -69,10 +74,6 @@ def test_every_stage_trains_with_compressed_moments(baseline, stage):
 
 def replicas(stage, kept):
     """Whether all ranks hold the same weights, and the losses of an engine that resumed beside one that went on."""
-    import tempfile
-
-    from deepspeed import comm as dist
-
     engine = models.build(config(kept, stage=stage))
     models.train(engine, 3)
     folder = [tempfile.mkdtemp()]
@@ -96,10 +97,6 @@ def test_replicas_stay_the_same_and_resume_exactly(ranks, stage, kept):
 
 def hooks_called(initialize_name):
     """Calls of hooks of a given AdamW, registered before and after initialize, in 3 steps, and whether it has state."""
-    import deepspeed
-
-    import ds_fp8
-
     ds_config = config({})
     del ds_config["optimizer"]
     if initialize_name == "deepspeed":
@@ -179,8 +176,6 @@ def load_universal(optimizer, folder, tag, save_as):
 
 
 def to_universal(folder, tag):
-    from deepspeed.checkpoint.ds_to_universal import main
-
     main(
         SimpleNamespace(
             input_folder=os.path.join(folder, tag), output_folder=os.path.join(folder, f"{tag}_universal"),
@@ -249,8 +244,6 @@ def test_the_weights_of_a_universal_checkpoint_load_alone(ranks, tmp_path):
 
 def set_and_get(optimizer):
     """What DeepSpeed's access to a moment gives, before and after writing to it."""
-    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_local_optimizer_state
-
     engine = models.build(config(optimizer))
     models.train(engine, 2)
     weight = engine.module.lm_head.weight
@@ -275,8 +268,6 @@ def test_moments_can_be_read_and_written_through_deepspeed(ranks):
 
 def warnings_of_a_scheduler(stepped):
     """Return what a scheduler of AdamW warns of, after a step or without one, and the learning rate after it."""
-    import ds_fp8
-
     ds_config = config({})
     del ds_config["optimizer"]
     net = models.Net().bfloat16()
@@ -299,9 +290,6 @@ def test_a_scheduler_of_the_given_optimizer_notices_the_steps(ranks):
 
 
 def what_initialize_says(ds_config, pass_optimizer):
-    import ds_fp8
-    from ds_fp8.config.errors import UserError
-
     net = models.Net().bfloat16()
     given = torch.optim.SGD(net.parameters(), lr=0.1) if pass_optimizer else None
     classes = [type(module) for module in net.modules()]

@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+from deepspeed import comm as dist
 
+import ds_fp8
 from ds_fp8.cli import main
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.monitor.cast_monitor import TENSOR_CLASSES, CastFigures
@@ -14,10 +16,8 @@ from ds_fp8.monitor.records import (
     health_curves,
     health_record,
     layers_in_bf16,
-    routing_curves,
-    routing_record,
 )
-from ds_fp8.monitor.routing import RoutingFigures, RoutingMeasurement
+from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import MetricsLog, read_metrics
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
@@ -30,10 +30,6 @@ ALL_SITES = [f"model.layers.{layer}.{site}" for layer in range(2) for site in SI
 
 def build(section, fuse="auto", zero=None, **changes):
     """An engine around a tiny Qwen2, and a function that trains it one step and returns the loss."""
-    from deepspeed import comm as dist
-
-    import ds_fp8
-
     model = causal_lm("qwen2")
     config = models.config(section and {"fuse": fuse, **section}, **(zero or {})) | changes
     config = {key: value for key, value in config.items() if value is not None}
@@ -200,34 +196,6 @@ def test_a_record_has_every_figure_of_every_site():
     assert "grad_weight" not in record["health"]
 
 
-def routed(auxiliary_loss=None):
-    layers = {"a": RoutingFigures(0.9, 0.5, 0), "b": RoutingFigures(0.50001, 0.75, 3)}
-    return RoutingMeasurement(layers, auxiliary_loss)
-
-
-def test_a_record_of_routing_has_layers_and_means():
-    assert json.loads(json.dumps(routing_record(7, routed()))) == {
-        "step": 7,
-        "routing": {
-            "layers": ["a", "b"],
-            "entropy": [0.9, 0.5],
-            "largest_share": [0.5, 0.75],
-            "experts_without_tokens": [0, 3],
-            "mean": {"entropy": 0.7, "largest_share": 0.625, "experts_without_tokens": 1.5},
-        },
-    }
-    assert routing_record(7, routed(2.5))["auxiliary_loss"] == 2.5
-
-
-def test_routing_has_curves_by_layer_and_as_a_mean():
-    curves = routing_curves(routed(2.5))
-    assert curves["Routing/entropy/b"] == 0.50001
-    assert curves["Routing/experts_without_tokens/mean"] == 1.5
-    assert curves["Routing/auxiliary_loss"] == 2.5
-    assert len(curves) == 10
-    assert "Routing/auxiliary_loss" not in routing_curves(routed())
-
-
 def test_curves_leave_out_what_is_not_known():
     curves = health_curves({"input": {"a": figures(snr_db=None)}})
     assert curves == {"FP8/input/flushed/a": 0.01, "FP8/input/saturated/a": 0.0}
@@ -235,8 +203,6 @@ def test_curves_leave_out_what_is_not_known():
 
 def run_stage(file, overrides):
     """The records of metrics.jsonl after a stage was run on these ranks."""
-    from ds_fp8.train import load_stage, train
-
     stage = load_stage(file, overrides)
     train(stage)
     return read_metrics(stage.run_dir / "metrics.jsonl", 10**9)

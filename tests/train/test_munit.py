@@ -14,6 +14,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.research import munit
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.model import parameters_to_train
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
@@ -91,8 +92,6 @@ def test_a_stage_is_resumed_saved_loaded_and_not_exported(munit_stage, write, ra
 
 
 def test_a_stage_without_a_learning_rate_is_refused(munit_stage, write):
-    from ds_fp8.train.model import parameters_to_train
-
     munit_stage["optimizer"]["params"].pop("lr")
     munit.register()
     stage = load_stage(write(munit_stage))

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,6 @@ SFT += ["optimizer.params.lr=1e-3"]
 
 def run(stage: str, folder: str, cache: str, overrides: list[str]) -> tuple[dict, str]:
     """The result of one stage, and what this rank printed."""
-    import os
-
     os.environ["DS_FP8_CACHE"] = cache
     runs = [f"train.run_dir={folder}/{stage}", *SMALL, *overrides]
     with contextlib.redirect_stdout(io.StringIO()) as printed:

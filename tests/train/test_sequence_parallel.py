@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.layers.attention import documents
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS
 from tests.ranks import RankPool
 
@@ -133,8 +135,6 @@ def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, cache_home, 
 
 
 def refused(file, world):
-    from ds_fp8.train.resume import inspect_run
-
     inspect_run(load_stage(file, world=world))
 
 
@@ -179,8 +179,6 @@ def test_heads_that_cannot_be_spread_are_refused(tiny, write, tmp_path, cache_ho
 
 def slices(file, cache):
     """This rank's slices of two rows, and how many of their tokens carry loss."""
-    from ds_fp8.data import build_data, build_tokenizer
-
     os.environ["DS_FP8_CACHE"] = cache
     stage = load_stage(file)
     data = build_data(stage.data, build_tokenizer(stage.data))

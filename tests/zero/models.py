@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
+import deepspeed
 import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
+import ds_fp8.engine.attach
+import ds_fp8.engine.initialize
 from ds_fp8.layers.linear.weights import GROUP
 
 CONFIG = {
@@ -106,11 +111,6 @@ def build(
 
     born_sharded: built under deepspeed.zero.Init. own: with this package's step where it can be, else DeepSpeed's.
     """
-    import deepspeed
-
-    import ds_fp8.engine.attach
-    import ds_fp8.engine.initialize
-
     torch.manual_seed(0)
     if born_sharded:
         with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=torch.bfloat16):
@@ -142,8 +142,6 @@ def take_step(engine, loss: torch.Tensor) -> float:
 
 def train(engine, steps: int, start: int = 0) -> list[float]:
     """Losses of this rank."""
-    from deepspeed import comm as dist
-
     losses = []
     micro_batches = engine.gradient_accumulation_steps()
     for step in range(start, start + steps):
@@ -155,15 +153,11 @@ def train(engine, steps: int, start: int = 0) -> list[float]:
 
 def full_master(parameter) -> torch.Tensor:
     """The whole FP32 master tensor of a ZeRO-3 parameter, on every rank."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
     return safe_get_full_fp32_param(parameter)
 
 
 def bf16_weights(engine) -> dict[str, torch.Tensor]:
     """Every weight as GatheredParameters gives it, on the CPU."""
-    import deepspeed
-
     result = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):

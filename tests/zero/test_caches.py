@@ -3,16 +3,14 @@
 import deepspeed
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import ds_fp8
 from tests.zero import models
 
 
 def train(section, kind: str, segments: tuple[int, ...], loss_on_all: bool):
     """Losses and norms of three steps over rows in segments; each reads the keys and values of those before."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    import ds_fp8
-
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}

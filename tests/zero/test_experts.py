@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad
+from peft import LoraConfig, get_peft_model
 
+import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.linear.weights import GATHERED
@@ -15,8 +19,6 @@ LENGTH = 32
 
 
 def engine_of(architecture, section, prepare=None, changes=None, accumulate=1, **zero):
-    import ds_fp8
-
     model = mixture(architecture, **(changes or {}))
     if prepare is not None:
         prepare(model)
@@ -44,8 +46,6 @@ def batch(step, rank, rows=2):
 
 def train(engine, steps, start=0):
     """Losses, averaged over the ranks."""
-    from deepspeed import comm as dist
-
     losses = []
     for step in range(start, start + steps):
         ids = batch(step, dist.get_rank()).to(engine.device)
@@ -92,8 +92,6 @@ def test_gathered_experts_are_the_cast_of_the_whole(ranks, world):
 
 def trained(architecture, section, steps):
     """(losses, the experts' modules in FP8, largest difference of a weight between ranks)."""
-    from deepspeed import comm as dist
-
     engine = engine_of(architecture, section)
     losses = train(engine, steps)
     apart = 0.0
@@ -182,8 +180,6 @@ ROUTING = {
 
 def gradients(section, routing, implementation, recompute, accumulate, steps, zero):
     """Gradients of the first step by name; more steps follow, so that traces are used and masters written."""
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_grad
 
     def prepare(model):
         decoded_beforehand(model)
@@ -256,7 +252,6 @@ def test_gradients_are_those_of_the_decoded_weights(ranks, situation):
 
 def changing_traces(section, steps):
     """Losses of a run in which every other step calls the modules in another order, so that no trace completes."""
-    from deepspeed import comm as dist
 
     def prepare(model):
         model.config._experts_implementation = "eager"
@@ -300,10 +295,6 @@ def test_experts_take_half_the_bytes(ranks, world):
 
 def lora_steps(section):
     """Losses of LoRA on attention; bytes sent by a forward and backward, and by a step; what the experts have."""
-    from peft import LoraConfig, get_peft_model
-
-    import ds_fp8
-
     model = mixture("qwen3_moe", moe_intermediate_size=512)
     torch.manual_seed(1)
     model = get_peft_model(

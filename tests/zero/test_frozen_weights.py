@@ -7,6 +7,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_set_full_fp32_param
 from peft import LoraConfig, get_peft_model
 
+import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
@@ -55,8 +56,6 @@ def gathered(weight):
 
 def lora_step():
     """Of the step of a LoRA run: bytes for parameters, those of adapters and vectors, elements cast, adapters."""
-    import ds_fp8
-
     torch.manual_seed(dist.get_rank())
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, target_modules=targets)).bfloat16()

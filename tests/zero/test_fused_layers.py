@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad
 
+import ds_fp8
 from ds_fp8.layers.linear import weights
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
@@ -13,10 +16,6 @@ STEPS = 4
 
 def train(section, world, recompute=False, steps=STEPS):
     """(losses, largest differences between a BF16 weight and that of rank 0's, what was seen) of a tiny Qwen2."""
-    from deepspeed import comm as dist
-
-    import ds_fp8
-
     model = causal_lm("qwen2")
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -91,10 +90,6 @@ class Caller(torch.nn.Module):
 
 def train_called(by_name, frozen):
     """Losses and weights after three steps, and the number of fused layers."""
-    from deepspeed import comm as dist
-
-    import ds_fp8
-
     model = causal_lm("qwen2")
     model.model.layers = torch.nn.ModuleList(Caller(layer, by_name) for layer in model.model.layers)
     model.model.embed_tokens.requires_grad_(not frozen)
@@ -117,11 +112,6 @@ def test_layers_may_be_called_with_their_input_by_name(ranks, frozen):
 
 def gradients_of_calls(section, how, bucket):
     """Gradients of a step in which a backward ends several calls of a layer, by name."""
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_grad
-
-    import ds_fp8
-
     model = causal_lm("llama")
     if "recomputed" in how:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -159,8 +149,6 @@ def test_a_backward_may_end_several_calls_of_a_layer(ranks, baseline, how, bucke
 
 def gradients_held_at_the_end(dropped: str):
     """Largest part of all gradients that exists when a backward ends, after forwards whose backward never came."""
-    import ds_fp8
-
     model = causal_lm("llama")
     config = models.config(QUIET, reduce_bucket_size=1000)
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]

@@ -2,13 +2,12 @@
 
 import pytest
 
+import ds_fp8
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
 
 def losses(section):
-    import ds_fp8
-
     model = causal_lm("qwen2")
     engine = ds_fp8.initialize(
         model=model, model_parameters=list(model.parameters()), config=models.config({"enabled": False, **section})

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
+import ds_fp8
 from tests.layers.moe import EXPERTS, mixture
 from tests.zero import models
 from tests.zero.test_experts import experts_of
@@ -14,8 +15,6 @@ from tests.zero.test_training import QUIET
 
 def loaded(folder, architecture):
     """By name: whether experts under zero.Init are those that were saved; and whether every parameter was sharded."""
-    import ds_fp8
-
     config = models.config(QUIET)
     partitioned = HfDeepSpeedConfig(config)  # while it lives from_pretrained makes models under zero.Init
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

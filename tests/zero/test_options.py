@@ -5,7 +5,10 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
@@ -161,8 +164,6 @@ def test_tied_embeddings_stay_tied_and_bf16(ranks):
 
 
 def saved_files(folder):
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     engine = models.build(models.config(QUIET, stage3_gather_16bit_weights_on_model_save=True))
     models.train(engine, 2)
     masters = {name: models.full_master(p).clone() for name, p in engine.module.named_parameters()}
@@ -202,8 +203,6 @@ def test_a_resumed_run_repeats_the_first_bit_for_bit(ranks, tmp_path):
 
 
 def causal_lm(leaf):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=61, hidden_size=96, intermediate_size=200, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None,
@@ -212,8 +211,6 @@ def causal_lm(leaf):
     model = LlamaForCausalLM(config).bfloat16()
     if leaf:
         set_z3_leaf_modules(model, [type(model.model.layers[0])])
-    import ds_fp8
-
     return ds_fp8.initialize(
         model=model,
         model_parameters=list(model.parameters()),
@@ -262,8 +259,6 @@ def evaluate_without_optimizer():
     ds_config = models.config(QUIET)
     del ds_config["optimizer"]
     torch.manual_seed(0)
-    import ds_fp8
-
     model = models.Net().bfloat16()
     engine = ds_fp8.initialize(model=model, config=ds_config)[0]
     trained = models.build(models.config(QUIET))

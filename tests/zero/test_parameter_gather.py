@@ -7,6 +7,7 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_fp32_pa
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.zero.deepspeed.checkpoints import consolidated_state_dict
 from tests.zero import models
 
 SPECS = {"infir2": ("e4m3", "128x128"), "tensorwise": ("e4m3", "tensor"), "rowwise": ("e4m3", "row")}
@@ -267,8 +268,6 @@ def test_an_engine_leaves_the_bf16_of_its_masters(ranks):
 def master_and_bf16_agree():
     engine = models.build(models.config({"monitor": {"every": 0}}))
     models.train(engine, 2)
-    from ds_fp8.zero.deepspeed.checkpoints import consolidated_state_dict
-
     masters = {name: models.full_master(p).bfloat16() for name, p in engine.module.named_parameters()}
     state = consolidated_state_dict(engine)
     return None if state is None else all(torch.equal(state[name], masters[name]) for name in masters)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+import ds_fp8
 from tests.ranks import RankPool
 from tests.zero import models
 from tests.zero.test_training import QUIET, assert_same
@@ -24,8 +25,6 @@ def train(engine, rank, steps=3):
 
 def in_pairs(section, ranks_per_node):
     """Two trainings beside each other on 4 ranks, each sharded over its own two."""
-    import ds_fp8
-
     os.environ["LOCAL_SIZE"] = str(ranks_per_node)
     pairs = [dist.new_group(pair) for pair in PAIRS]
     pair, rank = divmod(dist.get_rank(), 2)
@@ -65,8 +64,6 @@ def test_two_pairs_of_ranks_train_as_each_alone(ranks):
 
 def two_groups(several, section):
     """A layer's weights sharded over different groups, though of the same ranks, and gathered in one call."""
-    import ds_fp8
-
     other = dist.new_group(list(range(dist.get_world_size())))
     config = models.config({**QUIET, **section})
     torch.manual_seed(0)

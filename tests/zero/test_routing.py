@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
@@ -160,8 +162,6 @@ def one_step(section, recompute, shift):
 
     shift: None for the model's own routing, else it is recorded before and replayed with this added to every expert.
     """
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_grad
 
     def change(model):
         if recompute is not None:

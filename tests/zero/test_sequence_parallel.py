@@ -5,6 +5,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
+import ds_fp8
 from tests.layers.hugging_face import causal_lm
 from tests.ranks import RankPool
 from tests.zero import models
@@ -29,8 +30,6 @@ def shard(step, rows, columns):
 
 def train(sections, split, steps=4):
     """By section: mean loss of every step, bytes of the last, number of fused layers; `split`: ranks a sequence."""
-    import ds_fp8
-
     results, mpu = [], None
     for section in sections:
         model = causal_lm("qwen2")

@@ -5,6 +5,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 
+import ds_fp8
 from tests.zero import models
 
 QUIET = {"monitor": {"every": 0}}
@@ -13,8 +14,6 @@ KINDS = {"fp8": QUIET, "stock": None}
 
 def engine(kind: str, seed: int, trains: bool = True):
     """An engine around Net; kind: "fp8" or "stock"."""
-    import ds_fp8
-
     section = KINDS[kind]
     ds_config = models.config(section)
     if not trains:

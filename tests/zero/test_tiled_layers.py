@@ -5,6 +5,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
 
+import ds_fp8
 from tests.layers.hugging_face import causal_lm
 from tests.layers.test_tiled_mlp import ROUNDED
 from tests.zero import models
@@ -17,8 +18,6 @@ LENGTH = 150
 
 def train(tile, section, recompute=False, steps=3):
     """(losses, gradients of the first step by name, BF16 weights) of steps of two micro-batches each."""
-    import ds_fp8
-
     model = causal_lm("qwen3", max_position_embeddings=LENGTH)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})

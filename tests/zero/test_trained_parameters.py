@@ -4,6 +4,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 
+import ds_fp8
 from tests.zero import models
 
 SECTION = {"monitor": {"every": 0}}
@@ -44,8 +45,6 @@ STEPS = {"own": {}, "compressed": {"optimizer": {"exp_avg": "e4m3", "exp_avg_sq"
 
 
 def build(section, case, prepare=None):
-    import ds_fp8
-
     torch.manual_seed(0)
     model = models.Net().bfloat16()
     if prepare is not None:

@@ -6,9 +6,6 @@ from transformers import AutoConfig
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model
-from tests.train.test_sequence_parallel import losses, own_ranks, run, stage_of, two
-
-__all__ = ["own_ranks", "two"]
 
 FUSED = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTH = 512
@@ -17,7 +14,7 @@ LENGTH = 512
 
 def long_rows(tiny, folder, **changes):
     tiny["model"]["config"] |= {"max_position_embeddings": LENGTH}
-    raw = stage_of(tiny, folder, 2, data__sequence_length=LENGTH, train__steps=3, train__save_every=2)
+    raw = stage_of(tiny, folder, 2, data__sequence_length=LENGTH, train__steps=2, train__save_every=2)
     raw["model"]["config"] |= FUSED
     raw["model"] |= {"activation_checkpointing": changes.get("recomputed", True)}
     raw["fp8"]["activations"] = {"mlp_tile_tokens": changes.get("tile")}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from ds_fp8.data import build_data, build_tokenizer
-from ds_fp8.train import learning_rate_factor, load_stage, train
+from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import read_metrics
 from tests.corpus import FOLDER, TOKENIZER
 from tests.train.tiny_stage import TINY
@@ -118,13 +118,3 @@ def test_the_decay_stage_repeats_the_end_of_the_whole_run(recipe, folder):
     keys = ("loss", "learning_rate", "gradient_norm")
     assert [[r[key] for key in keys] for r in alone] == [[r[key] for key in keys] for r in whole]
     assert recipe["cpt_decay"][0]["final_loss"] == recipe["cpt"][0]["final_loss"]
-
-
-@pytest.mark.parametrize("shape", ["cosine", "linear", "1-sqrt"])
-def test_the_decay_alone_is_the_end_of_the_whole_schedule(shape):
-    whole, decay = (
-        load_stage(CONFIGS / f"{name}.json", [f"train.schedule.decay_shape={shape}"]).train
-        for name in ("cpt", "cpt_decay")
-    )
-    factors = [learning_rate_factor(step, whole.steps, whole.schedule) for step in range(35_000, 40_000)]
-    assert factors == pytest.approx([learning_rate_factor(s, decay.steps, decay.schedule) for s in range(5000)])

@@ -19,7 +19,7 @@ from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS
 from tests.ranks import RankPool
 
-STEPS = 6
+STEPS = 4
 ROUNDING = 2e-3
 """Relative: FP8 scales follow the tokens and heads of a rank, and sums are in another order."""
 
@@ -32,7 +32,7 @@ def stage_of(tiny, folder, size, **changes):
     tiny["gradient_accumulation_steps"] = 2
     tiny["fp8"]["attention"] = {"format": "e4m3"}
     tiny["model"]["config"] |= {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tiny["train"] |= {"run_dir": str(folder), "steps": STEPS, "save_every": 3, "keep_last": 3}
+    tiny["train"] |= {"run_dir": str(folder), "steps": STEPS, "save_every": 2, "keep_last": 3}
     for key, value in changes.items():
         section, _, name = key.partition("__")
         tiny[section] = {**tiny[section], name: value} if name else value
@@ -118,7 +118,7 @@ def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, cache_home, 
     start(run, str(file), str(cache_home))
     first = losses(tmp_path / "run")
     model = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
-    for gone in ("checkpoints/step_6", "model"):
+    for gone in (f"checkpoints/step_{STEPS}", "model"):
         shutil.rmtree(tmp_path / "run" / gone)
     (tmp_path / "run" / "result.json").unlink()
     start(run, str(file), str(cache_home))

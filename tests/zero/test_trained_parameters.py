@@ -82,23 +82,6 @@ def test_the_parameters_of_the_optimizer_learn_and_no_others(ranks, baseline, ca
         assert [FORGOTTEN[case] in note for note in notes] == [True] * (case in FORGOTTEN)
 
 
-def kept(case, folder):
-    """Losses after a checkpoint, and those of a run that resumes from it."""
-    engine = build(SECTION, case)
-    models.train(engine, 2)
-    engine.save_checkpoint(folder)
-    losses = models.train(engine, 2, start=2)
-    resumed = build(SECTION, case, lambda model: [parameter.data.mul_(0.5) for parameter in model.parameters()])
-    resumed.load_checkpoint(folder)
-    return losses, models.train(resumed, 2, start=2)
-
-
-@pytest.mark.parametrize("case", ["groups"])
-def test_a_run_resumes(ranks, tmp_path, case):
-    for losses, again in ranks(2, kept, case, str(tmp_path)):
-        assert losses == again
-
-
 def unfrozen(section):
     """Losses and changes of a run in which what was frozen at the start requires gradients after two steps."""
     engine = build(section, "groups")

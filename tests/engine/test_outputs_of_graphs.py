@@ -74,7 +74,7 @@ def reference_first(engine, step):
     return preference(engine, step, True)
 
 
-def trained(loss_of, adapters, graphs, steps=14):
+def trained(loss_of, adapters, graphs, steps=10):
     """Figures of each step, what became of them, what was said."""
     engine, said = engine_of(model=lora() if adapters else None)
     log = []
@@ -102,15 +102,16 @@ def check(ranks, world, loss_of, adapters):
     return captured[0]
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("loss_of", [fused, smoothed, by_position, unfused])
+@pytest.mark.parametrize(
+    ("loss_of", "adapters"),
+    [(fused, False), (fused, True), (smoothed, False), (smoothed, True), (by_position, True), (unfused, False)],
+)
 def test_every_bit_is_that_of_python(ranks, loss_of, adapters):
     check(ranks, 1, loss_of, adapters)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("loss_of", [preference, reference_first])
-def test_a_step_of_dpo_with_adapters(ranks, world, loss_of):
+@pytest.mark.parametrize(("loss_of", "world"), [(preference, 1), (preference, 2), (reference_first, 2)])
+def test_a_step_of_dpo_with_adapters(ranks, loss_of, world):
     _, log, _, _ = check(ranks, world, loss_of, True)
     assert log[:8] == ["eager"] * 6 + ["captured for 0", "in the order of a dry run"]
 

@@ -238,7 +238,6 @@ def train(architecture, recompute, on_host, section):
     ("world", "recompute", "section"),
     [
         (2, "not reentrant", {}),
-        (1, "not reentrant", {}),
         (2, "reentrant", {}),
         (2, "not reentrant", {"fuse": "off"}),
         (2, "not reentrant", {"enabled": False}),

@@ -74,7 +74,7 @@ def reference_first(engine, step):
     return preference(engine, step, True)
 
 
-def trained(loss_of, adapters, graphs, steps=10):
+def trained(loss_of, adapters, graphs, steps=12):
     """Figures of each step, what became of them, what was said."""
     engine, said = engine_of(model=lora() if adapters else None)
     log = []

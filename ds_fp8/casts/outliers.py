@@ -15,7 +15,8 @@ What is cast again loses its own 3%, of an error of 3%. One product of the same 
 a block share the scale of a group (a token's) or of a block (of 128 rows): residuals are up to 2^-4 of the numbers
 beside them, well within a format of 17 binades.
 
-Weights that ZeRO-3 shards have their residuals cast where their masters are (zero/residuals.py).
+Weights that ZeRO-3 shards have their residuals cast where their masters are (zero/residuals.py), and most of them are
+gathered with their block.
 """
 
 from __future__ import annotations
@@ -70,6 +71,23 @@ def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Te
     return residual_codes(weight.detach()[:, at], codes, scale, of_row, w.format)
 
 
+def residual_in(wide: QuantizedTensor, channels: int) -> torch.Tensor:
+    """Return the residual codes [N, C] that the outlier block of a weight holds."""
+    blocks = wide.data.view(torch.uint8)[:, -whole_blocks(2 * channels) :].unflatten(1, (-1, 2, HALF))
+    return blocks[:, :, 0].flatten(1)[:, :channels].view(wide.data.dtype)
+
+
+def weight_block(residual: torch.Tensor, columns: torch.Tensor, row_scale: torch.Tensor, format: str) -> torch.Tensor:
+    """Return the codes of a weight's outlier block, uint8 [N, 128 B].
+
+    residual: codes [N, C]; columns: what the codes of the same columns stand for, FP32 [N, C]; row_scale: [N, 1].
+    """
+    # The columns of cast(w) once more, in units of the block's one scale: the largest of the row, so that none
+    # saturates.
+    again = _cast_in_units(columns, row_scale, format)
+    return _halves(residual.view(torch.uint8), again.view(torch.uint8))
+
+
 def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
     """Return a weight [N, K] in 128x128 blocks with its outlier block: [cast(w) | residual, cast(w_O)], [N, P + 128 B].
 
@@ -86,12 +104,9 @@ def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Te
     of_row = of_block.repeat_interleave(BLOCK)[:N, None]
     columns = decode(w.data.view(torch.uint8)[:, at].view(w.data.dtype))
     columns = columns * w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[:N]
-    # The columns of cast(w) once more, in units of the block's one scale: the largest of the row, so that none
-    # saturates.
-    again = _cast_in_units(columns, of_row, w.format)
     data = torch.zeros(N, width, dtype=torch.uint8, device=w.data.device)
     data[:, :K] = w.data.view(torch.uint8)
-    data[:, start:] = _halves(residual.view(torch.uint8), again.view(torch.uint8))
+    data[:, start:] = weight_block(residual, columns, of_row, w.format)
     scale = block_scales(len(of_block), width // BLOCK, w.data.device)
     scale[:, : start // BLOCK], scale[:, start // BLOCK :] = w.scale, of_block[:, None]
     return QuantizedTensor(data.view(w.data.dtype), scale, w.granularity, w.scale_type)

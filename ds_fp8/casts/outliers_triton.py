@@ -6,8 +6,8 @@ Programs beyond the last tile of the cast write an outlier block of 128 rows eac
     block  = [v | v - code * scale]                             codes and scales of the same channels, already cast
     scale  = f(max over the block),  data = cast(block / scale)
 
-Casts leave room for the blocks behind every row, where whole tiles cover the row. Of others, and of weights, which are
-gathered without room, one program a tile copies 128 x 128 codes to their place in a wider operand.
+Casts leave room for the blocks behind every row, where whole tiles cover the row. Of others, and of weights without
+room, one program a tile copies 128 x 128 codes to their place in a wider operand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, tiles, to_fp8
-from ds_fp8.casts.quantization import QuantizedTensor, block_scales, width_with_outliers
+from ds_fp8.casts.quantization import QuantizedTensor, block_scales, widened, width_with_outliers
 from ds_fp8.config.formats import BLOCK
 
 ROUND_EVERY_PRODUCT = {"enable_fp_fusion": False}
@@ -133,11 +133,8 @@ def wide_input(x: QuantizedTensor, channels: int) -> tuple[QuantizedTensor, int]
     """
     T, K = x.shape
     width = width_with_outliers(K, channels)
-    if x.data.stride(0) == width:  # only a cast with room for exactly these blocks lies so: rows are shorter than this
-        # The memory behind each row belongs to the cast (empty_result, room). Nothing is copied.
-        data = x.data.as_strided((T, width), (width, 1))
-        scale = x.scale.as_strided((T, width // BLOCK), x.scale.stride())
-        return QuantizedTensor(data, scale, "1x128", x.scale_type), K // BLOCK
+    if (wide := widened(x, channels)) is not None:
+        return wide, K // BLOCK
     data = torch.empty(T, width, dtype=x.data.dtype, device=x.data.device)
     scale = torch.empty(width // BLOCK, T, device=x.data.device).t()
     return QuantizedTensor(data, scale, "1x128", x.scale_type), 0

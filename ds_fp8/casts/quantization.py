@@ -122,6 +122,17 @@ class QuantizedTensor:
         )
 
 
+def widened(q: QuantizedTensor, channels: int) -> QuantizedTensor | None:
+    """Return the operand with outlier blocks whose memory `q` [R, K] has left room in; None if it has left none."""
+    rows, K = q.shape
+    width = width_with_outliers(K, channels)
+    if q.data.stride(0) != width:  # only what left room for exactly these blocks lies so: rows are shorter than this
+        return None
+    # The memory behind each row belongs to the matrix (empty_result, `room`; ShardedWeight.pitch). Nothing is copied.
+    scale = q.scale.as_strided((len(q.scale), width // BLOCK), q.scale.stride())
+    return replace(q, data=q.data.as_strided((rows, width), (width, 1)), scale=scale)
+
+
 def _from_bytes(data: torch.Tensor, dtype: torch.dtype, *others) -> QuantizedTensor:
     return QuantizedTensor(data.view(dtype), *others)
 
@@ -227,7 +238,8 @@ def _transposed(data: torch.Tensor) -> torch.Tensor:
     if data.device.type == "cuda":
         from ds_fp8.casts.quantization_triton import transpose_bytes
 
-        return transpose_bytes(data.contiguous())
+        # Rows may lie apart, as those of weights with room for an outlier block; matrices of a stack may not.
+        return transpose_bytes(data if data.dim() == 2 and data.stride(1) == 1 else data.contiguous())
     return data.transpose(-2, -1).contiguous()
 
 

@@ -118,18 +118,18 @@ def _amax_tiles(
 
 
 @triton.jit
-def _transpose_tiles(x, result, M, K, SIZE: tl.constexpr):
-    """Transpose the bytes of each matrix, [M, K] -> [K, M]."""
+def _transpose_tiles(x, result, M, K, pitch, SIZE: tl.constexpr):
+    """Transpose the bytes of each matrix, [M, K] -> [K, M]; `pitch` bytes from one row to the next."""
     # The third axis of the grid is the matrix; the product is in 64 bits, for stacks of experts pass 2^31 bytes.
-    matrix = tl.program_id(2).to(tl.int64) * M * K
-    x += matrix
-    result += matrix
+    matrix = tl.program_id(2).to(tl.int64) * M
+    x += matrix * pitch
+    result += matrix * K
     k = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     m = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = (m < M)[:, None] & (k < K)[None, :]
     # Both sides are contiguous in the tile's own direction; Triton exchanges the registers through shared memory
     # between.
-    tile = tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], mask=inside)
+    tile = tl.load(x + m[:, None].to(tl.int64) * pitch + k[None, :], mask=inside)
     tl.store(result + k[None, :].to(tl.int64) * M + m[:, None], tile, mask=inside)
 
 
@@ -175,12 +175,12 @@ def quantize_tiles(
 
 
 def transpose_bytes(data: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous FP8 matrix [M, K], or some [B, M, K], as a contiguous [K, M] or [B, K, M]."""
+    """Return an FP8 matrix [M, K] of contiguous rows, or some contiguous [B, M, K], as contiguous [K, M] or [B, K, M]."""
     *matrices, M, K = data.shape
     result = torch.empty(*matrices, K, M, dtype=data.dtype, device=data.device)
     if data.numel():
         size = 128
         _transpose_tiles[triton.cdiv(K, size), triton.cdiv(M, size), math.prod(matrices)](
-            data.view(torch.uint8), result.view(torch.uint8), M, K, SIZE=size, num_warps=8
+            data.view(torch.uint8), result.view(torch.uint8), M, K, data.stride(-2), SIZE=size, num_warps=8
         )
     return result

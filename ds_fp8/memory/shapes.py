@@ -85,8 +85,9 @@ class ParameterShape:
     cast: CastSpec | None
     """Cast of the weight of an FP8 linear, or of experts gathered in FP8."""
     trainable: bool
-    residuals: int = 0
-    """Bytes of the residuals of its outlier channels, which every rank keeps."""
+    rows: int = 0
+    channels: int = 0
+    """Outlier channels of its input."""
 
     @property
     def in_fp8(self) -> bool:
@@ -448,5 +449,5 @@ def _shape(parameter: nn.Parameter, in_fp8: Mapping[int, LinearRecipe]) -> Param
     if recipe is None:
         return ParameterShape(parameter.numel(), None, parameter.requires_grad)
     columns = parameter.shape[-1]
-    residuals = parameter.numel() // columns * min(recipe.outlier_channels, columns)
-    return ParameterShape(parameter.numel(), recipe.weight, parameter.requires_grad, residuals)
+    rows, channels = parameter.numel() // columns, min(recipe.outlier_channels, columns)
+    return ParameterShape(parameter.numel(), recipe.weight, parameter.requires_grad, rows, channels)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.memory.shapes import BF16, FP32, ParameterShape, Workload
 from ds_fp8.optim.masters import why_no_correction
@@ -59,11 +60,7 @@ def _masters(w: Workload) -> int:
     """Return 4 n; 2 n of weights whose masters are their codes with corrections."""
     if w.offloads_optimizer:
         return 0
-    coded = [
-        p
-        for p in trained(w)
-        if w.fp8.optimizer.master != "fp32" and _in_fp8_only(p, w) and not why_no_correction(p.cast)
-    ]
+    coded = [p for p in trained(w) if _is_coded(p, w)]
     return FP32 * shard_numel(trained(w), w.gpus) - (FP32 - CORRECTION) * shard_numel(coded, w.gpus)
 
 
@@ -111,19 +108,33 @@ def _in_fp8_only(parameter: ParameterShape, w: Workload) -> bool:
     return w.gathers_in_fp8 and parameter.in_fp8 and is_partitioned(parameter, w)
 
 
+def _is_coded(p: ParameterShape, w: Workload) -> bool:
+    return p.trainable and w.fp8.optimizer.master != "fp32" and _in_fp8_only(p, w) and not why_no_correction(p.cast)
+
+
+def _room(p: ParameterShape, w: Workload) -> int:
+    """Return the bytes of outlier blocks behind the rows of a weight: none where shards are not whole rows."""
+    if not p.channels or p.rows % w.gpus or not _in_fp8_only(p, w) or _is_coded(p, w):
+        return 0
+    columns = p.numel // p.rows
+    return p.rows * (width_with_outliers(columns, p.channels) - columns)
+
+
 def _fp8_weights(w: Workload) -> int:
     """Return n of shards, which FP8 gathers send, and what every GPU has of whole weights. None in BF16 gathers.
 
     Of a weight [R, C] that is scales in FP32, 4 R C / 128^2 for blocks of 128x128, 4 R for rows, 4 for tensors, taken
-    as if its rows were as long as the hidden size; and R bytes of residuals for each of its outlier channels.
+    as if its rows were as long as the hidden size; and without room for them R bytes of residuals for each of its
+    outlier channels.
     """
     gathered_in_fp8 = [p for p in w.model.parameters if _in_fp8_only(p, w)]
     of_whole = 0
     for weight in gathered_in_fp8:
         rows = math.ceil(weight.numel / w.model.hidden)
         scales = math.prod(scale_shape((rows, w.model.hidden), weight.cast.granularity))
-        of_whole += FP32 * scales + weight.residuals
-    return shard_numel(gathered_in_fp8, w.gpus) + of_whole
+        of_whole += FP32 * scales + (0 if _room(weight, w) else weight.rows * weight.channels)
+    room = sum(_room(weight, w) for weight in gathered_in_fp8) // w.gpus
+    return shard_numel(gathered_in_fp8, w.gpus) + room + of_whole
 
 
 # ---------------------------------------------------------------- gathered weights
@@ -134,7 +145,7 @@ def gathered(parameters: Iterable[ParameterShape], w: Workload) -> int:
     if w.gpus == 1:
         return 0
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter, w)]
-    return sum(p.numel * (1 if w.gathers_in_fp8 and p.in_fp8 else BF16) for p in partitioned)
+    return sum(p.numel * (1 if w.gathers_in_fp8 and p.in_fp8 else BF16) + _room(p, w) for p in partitioned)
 
 
 def gathered_at_the_loss(w: Workload) -> int:

@@ -7,10 +7,12 @@ address in `sources`, for these lie in as many buffers as DeepSpeed has sub-grou
     programs int32 [launched]        the tiles of a launch
     alone    uint8 [tiles]           whether a tile is a block of which no other rank has a part
     owner    int32 [tiles]           the weight that a tile belongs to
-    table    int64 [weights, 8]      FIELDS, fixed for the life of the engine
+    table    int64 [weights, 9]      FIELDS, fixed for the life of the engine
     sources  int64 [weights, 2]      address of the shard's first element; 1 where it is BF16, 0 for FP32
 
 An amax travels as the bits of its float, which order like the numbers: groups wider than a tile take an atomic maximum.
+
+Codes lie `pitch` from one row to the next, of which `origin` is the place of the weight's first, be it on another rank.
 
 A block of 128 x 128 that lies in one shard has its scale as soon as it has its amax: it is cast in the first launch, and
 its masters are read once. The second casts the blocks that a rank shares with others.
@@ -44,36 +46,37 @@ from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.optim.masters_triton import decode_master
 from ds_fp8.zero.weight import Numbers, ShardedWeight, on_device
 
-FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "data_start", "scale_start", "scales_per_row")
+FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "origin", "scale_start", "scales_per_row", "pitch")
 ALIGNMENT = 16
 """Elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes."""
 
 RESIDUAL_FIELDS = (
     "source", "kind", "codes", "channels", "residual", "start", "stop", "columns", "count", "scale_start",
-    "scales_per_row", "first_program",
+    "scales_per_row", "pitch", "residual_pitch", "has_room", "first_block", "first_program",
 )  # fmt: skip
-"""Addresses, in bytes; the shard's part of the weight; lengths; places in the buffer of scales and among programs."""
+"""Addresses, in bytes, of codes and residuals those of the weight's first row; the shard's part of the weight; lengths;
+places in the buffer of scales; whether residuals are outlier blocks; the first 128 rows, and their program."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2}
 """Of what residuals are found from; int16: corrections of the codes."""
 
 
 @triton.jit
 def _geometry(owner, table, programs, ALIGNED: tl.constexpr):
-    """Return (weight, columns, start, stop, rows [128], columns [128], where its codes and its scales begin, scales a row)."""
+    """Return (weight, columns, start, stop, rows [128], columns [128], origin, pitch, where its scales begin, scales a row)."""
     program = tl.load(programs + tl.program_id(0))
     # 64 bits from here on: offsets into large weights pass 2^31.
     weight = tl.load(owner + program).to(tl.int64)
-    fields = table + weight * 8
+    fields = table + weight * 9
     columns, start, stop = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    data_start = tl.load(fields + 5)
+    origin, pitch = tl.load(fields + 5), tl.load(fields + 8)
     # Promised to the compiler, which then loads 16 bytes a thread; the sizes are numbers in memory to it otherwise.
     if ALIGNED:
         columns, start, stop = tl.multiple_of(columns, 16), tl.multiple_of(start, 16), tl.multiple_of(stop, 16)
-        data_start = tl.multiple_of(data_start, 16)
+        origin, pitch = tl.multiple_of(origin, 16), tl.multiple_of(pitch, 16)
     tile, tiles_across = program - tl.load(fields), (columns + 127) // 128
     row = (tl.load(fields + 4) + tile // tiles_across) * 128 + tl.arange(0, 128)
     column = tile % tiles_across * 128 + tl.arange(0, 128)
-    return weight, columns, start, stop, row, column, data_start, tl.load(fields + 6), tl.load(fields + 7)
+    return weight, columns, start, stop, row, column, origin, pitch, tl.load(fields + 6), tl.load(fields + 7)
 
 
 @triton.jit
@@ -113,12 +116,13 @@ def _amax(
     #     index[r, c] = r * columns + c                     place in the whole weight, flat
     #     inside      = start <= index < stop               what of the tile this rank has
     #     amax[block] = max |x[index - start]| of those     0 where another rank has them: the all-reduce MAX adds theirs
-    #     data[index - start] = cast(x / scale(amax))       of blocks without elements of other ranks
-    weight, columns, start, stop, row, column, data_start, scale_start, scales_per_row = _geometry(
+    #     data[place] = cast(x / scale(amax))               of blocks without elements of other ranks
+    weight, columns, start, stop, row, column, origin, pitch, scale_start, scales_per_row = _geometry(
         owner, table, programs, ALIGNED
     )
     index = row[:, None] * columns + column[None, :]
     inside = (column < columns)[None, :] & (index >= start) & (index < stop)
+    place = origin + row[:, None] * pitch + column[None, :]
     x = _load(sources + 2 * (weight - first_weight), index - start, inside, ALIGNED)
     bits = tl.minimum(amax_bits(x, 1), 0x7F800000)  # Inf for NaN: an all-reduce MAX must carry it
     if MODE == ROW:
@@ -134,7 +138,7 @@ def _amax(
         if tl.load(alone + tl.load(programs + tl.program_id(0))) != 0:
             scale, _ = scale_of(bits + tl.zeros([128], tl.int32), LARGEST, SMALLEST, POW2)
             codes = _codes(x, scale, DTYPE, LARGEST, POW2)
-            tl.store(data + data_start + (index - start), codes, mask=inside)
+            tl.store(data + place, codes, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_weight"], do_not_specialize_on_alignment=["programs"])
@@ -143,13 +147,14 @@ def _cast(
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     #     scale = scales[block]                             of the whole weight: agreed between ranks before this launch
-    #     data[index - start] = cast(x / scale)             one byte an element, in the order of the shard
+    #     data[place] = cast(x / scale)                     one byte an element, in the order of the shard
     # The bits are those of a cast of the whole weight by one rank, for the scales are, and an element needs no other.
-    weight, columns, start, stop, row, column, data_start, scale_start, scales_per_row = _geometry(
+    weight, columns, start, stop, row, column, origin, pitch, scale_start, scales_per_row = _geometry(
         owner, table, programs, ALIGNED
     )
     index = row[:, None] * columns + column[None, :]
     inside = (column < columns)[None, :] & (index >= start) & (index < stop)
+    place = origin + row[:, None] * pitch + column[None, :]
     x = _load(sources + 2 * (weight - first_weight), index - start, inside, ALIGNED)
     if MODE == ROW:
         scale = tl.load(scales + scale_start + row, mask=(row * columns < stop) & ((row + 1) * columns > start), other=1.0)
@@ -159,7 +164,7 @@ def _cast(
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
         scale = tl.load(scales + scale_start + block) + tl.zeros([128], tl.float32)
     codes = _codes(x, scale, DTYPE, LARGEST, POW2)
-    tl.store(data + data_start + (index - start), codes, mask=inside)
+    tl.store(data + place, codes, mask=inside)
 
 
 class TritonShardCast:
@@ -173,7 +178,8 @@ class TritonShardCast:
         first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
         rows = [
             (begin, weight.shard.shape[1], weight.shard.start, weight.shard.start + weight.shard.valid, tile_row,
-             weight.start, weight.scale_start, weight.scale_strides[0] if weight.scale_strides else 0)
+             weight.start + weight.origin, weight.scale_start, weight.scale_strides[0] if weight.scale_strides else 0,
+             weight.pitch)
             for weight, begin, (tile_row, _, _) in zip(self._weights, first[:-1], tiles, strict=True)
         ]
         self._table = torch.tensor(rows, dtype=torch.int64, device=shards.device)
@@ -188,8 +194,8 @@ class TritonShardCast:
         self._left = _Programs((~alone).nonzero()[:, 0].int(), first, shards.device)
         """Tiles that have no codes yet behind the launch for the amax."""
         # Of all weights: the kernel is launched once and compiled for one answer. row[1:4]: columns, start and stop of
-        # a shard; row[5]: its place among the codes.
-        self._aligned = all(number % ALIGNMENT == 0 for row in rows for number in (*row[1:4], row[5]))
+        # a shard; row[5] and row[8]: the places of its codes.
+        self._aligned = all(number % ALIGNMENT == 0 for row in rows for number in (*row[1:4], row[5], row[8]))
         self._listed: list[tuple[int, int]] = []
         self._sources = torch.empty(0, dtype=torch.int64)
 
@@ -276,24 +282,25 @@ def _is_readable(numbers: torch.Tensor, device: torch.device) -> bool:
 @triton.jit
 def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
     program = tl.program_id(0)
-    fields = table + tl.load(owner + program).to(tl.int64) * 12
+    fields = table + tl.load(owner + program).to(tl.int64) * 16
     codes = tl.load(fields + 2).to(tl.pointer_type(tl.uint8))
     channels = tl.load(fields + 3).to(tl.pointer_type(tl.int32))
     residual = tl.load(fields + 4).to(tl.pointer_type(tl.uint8))
     start, stop, columns, count = tl.load(fields + 5), tl.load(fields + 6), tl.load(fields + 7), tl.load(fields + 8)
-    block = start // columns // 128 + program - tl.load(fields + 11)
+    has_room, block = tl.load(fields + 13), tl.load(fields + 14) + program - tl.load(fields + 15)
     scale = scales + tl.load(fields + 9) + block * tl.load(fields + 10)
 
     #     x    = master[n, channel];  code = FP8 shard[n, channel]       of outlier channels only
     #     lost = x - code * scale[block of n, channel / 128]
     #     residual[n, place] = cast(lost / largest scale of the row of blocks)
+    # and where that is an outlier block, beside it the code's number in the same units, and the block's scale.
     n = block * 128 + tl.arange(0, 128)
     place = tl.program_id(1) * 64 + tl.arange(0, 64)
     channel = tl.load(channels + place, mask=place < count, other=0).to(tl.int64)
     index = n[:, None] * columns + channel[None, :]
     inside = (index >= start) & (index < stop) & (place < count)[None, :]
+    code = tl.load(codes + n[:, None] * tl.load(fields + 11) + channel[None, :], mask=inside, other=0)
     index -= start
-    code = tl.load(codes + index, mask=inside, other=0)
     of_channel = tl.load(scale + channel // 128)
     kind = tl.load(fields + 1)
     if kind == 1:
@@ -306,8 +313,14 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     group = tl.arange(0, GROUPS)
     # One scale for a row of blocks, known everywhere: the largest of that row's bounds all of its rounding errors.
     of_row = tl.max(tl.load(scale + group, mask=group < (columns + 127) // 128, other=0.0), 0)
-    lost = to_fp8(x - code.to(DTYPE, bitcast=True).to(tl.float32) * of_channel[None, :], tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
-    tl.store(residual + n[:, None] * count + place[None, :], lost, mask=inside)
+    number, reciprocal = code.to(DTYPE, bitcast=True).to(tl.float32) * of_channel[None, :], tl.div_rn(1.0, of_row)
+    lost = to_fp8(x - number, reciprocal, DTYPE).to(tl.uint8, bitcast=True)
+    to = residual + n[:, None] * tl.load(fields + 12) + (place + has_room * tl.program_id(1) * 64)[None, :]
+    tl.store(to, lost, mask=inside)
+    if has_room != 0:
+        tl.store(to + 64, to_fp8(number, reciprocal, DTYPE).to(tl.uint8, bitcast=True), mask=inside)
+        # Of all rows of the weight, on every rank: blocks are gathered, and scales are not.
+        tl.store(scale + (columns + 127) // 128 + tl.program_id(1), of_row, mask=tl.program_id(1) * 64 < count)
 
 
 class TritonResidualCast:
@@ -333,14 +346,19 @@ class TritonResidualCast:
             if not coded and (numbers.device != scales.device or numbers.dtype not in (torch.float32, torch.bfloat16)):
                 numbers = on_device(numbers, scales.device)
             kept.append(numbers)  # a copy must outlive the launch below
-            columns = shard.shape[1]
-            stop = shard.start + shard.valid
-            addresses = (t.data_ptr() for t in (weight.data, weight.outliers.channels, residual))
+            columns, stop, count = shard.shape[1], shard.start + shard.valid, len(weight.outliers.channels)
+            first, programs_of = tiles_of(weight)[:2]
+            residual_start, residual_pitch = residual.data_ptr(), count
+            if weight.has_room:
+                first, programs_of = 0, -(-shard.shape[0] // BLOCK)
+                residual_start, residual_pitch = residual_start + weight.origin, weight.pitch
             rows.append((
-                numbers.data_ptr(), _KINDS[numbers.dtype], *addresses, shard.start, stop, columns,
-                len(weight.outliers.channels), weight.scale_start, weight.scale_strides[0], programs,
+                numbers.data_ptr(), _KINDS[numbers.dtype], weight.data.data_ptr() + weight.origin,
+                weight.outliers.channels.data_ptr(), residual_start, shard.start, stop, columns, count,
+                weight.scale_start, weight.scale_strides[0], weight.pitch, residual_pitch, int(weight.has_room),
+                first, programs,
             ))  # fmt: skip
-            programs += (stop - 1) // columns // BLOCK - shard.start // columns // BLOCK + 1
+            programs += programs_of
         if not rows:
             return
         if rows != self._listed:

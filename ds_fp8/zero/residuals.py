@@ -2,9 +2,12 @@
 
     codes[n, c] = cast((master[n, k] - code[n, k] * scale) / row_scale[n])     k = channels[c]
 
-Only the rank that holds the master of an element knows what its cast has lost. Each writes its own residuals into a
-zeroed buffer of all of them, and one all-reduce adds up what no two ranks have both written: 64 bytes a row of a
-weight, where its gather takes K. After that they stay until the masters change again.
+Only the rank that holds the master of an element knows what its cast has lost. Where shards are whole rows, it writes
+the whole outlier block behind the codes of the row, and every gather brings it.
+
+Where rows are cut, or masters are codes, each rank writes its own residuals into a zeroed buffer of all of them, and
+one all-reduce adds up what no two ranks have both written: a byte a row and channel. Every forward makes an operand of
+them. Either way they stay until the masters change again.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from typing import NamedTuple
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.casts.outliers import residual_codes, residual_scale
+from ds_fp8.casts.outliers import residual_codes, residual_scale, weight_block
+from ds_fp8.casts.primitives import decode
+from ds_fp8.casts.quantization import whole_blocks
 from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import RESIDUAL
@@ -29,7 +34,8 @@ class OutlierWeight(NamedTuple):
 
     weight: ShardedWeight
     residual: torch.Tensor
-    """Codes [N, C] of all rows, as bytes; a view of the buffer of all residuals."""
+    """Bytes: codes [N, C] of all rows, a view of the buffer of all residuals; of a weight with room the outlier blocks
+    of the shard's rows, behind their codes."""
 
 
 class ReferenceResidualCast:
@@ -42,7 +48,7 @@ class ReferenceResidualCast:
 
 
 def write_residual(weight: ShardedWeight, residual: torch.Tensor, scales: torch.Tensor, source: Numbers) -> None:
-    """Write the residuals of one weight's shard into `residual`, uint8 [N, C]."""
+    """Write the residuals of one weight's shard into `residual`, or its outlier blocks, where it has room for them."""
     shard, at = weight.shard, weight.outliers.channels.long()
     if not shard.valid:
         return
@@ -54,10 +60,15 @@ def write_residual(weight: ShardedWeight, residual: torch.Tensor, scales: torch.
     place = place.clamp(0, shard.valid - 1)
     scale = weight.scales_in(scales)
     values = on_device(source(weight), at.device)[place]
-    codes = weight.data[place].view(FORMATS[weight.spec.format].dtype)
-    of_row = residual_scale(scale)[row // BLOCK]
-    found = residual_codes(values, codes, scale[row // BLOCK, at // BLOCK], of_row, weight.spec.format)
-    residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])
+    codes = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
+    codes, scale_of_row = codes.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
+    of_row, of_code = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
+    found = residual_codes(values, codes, of_code, of_row, weight.spec.format)
+    if weight.has_room:
+        residual.copy_(weight_block(found, decode(codes) * of_code, of_row, weight.spec.format))
+        weight.block_scales_in(scales).copy_(scale_of_row[:, None])
+    else:
+        residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])
 
 
 class OutlierResiduals:
@@ -65,11 +76,13 @@ class OutlierResiduals:
 
     def __init__(self, weights: Sequence[ShardedWeight], device: torch.device) -> None:
         """Allocate the residuals of weights in the order of the shards: those of one product are neighbours."""
-        shapes = [(w.shard.shape[0], min(w.outliers.count, w.shard.shape[1])) for w in weights]
+        apart = [weight for weight in weights if not weight.has_room]
+        shapes = [(w.shard.shape[0], min(w.outliers.count, w.shard.shape[1])) for w in apart]
         numels = [rows * columns for rows, columns in shapes]
         self._buffer = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
         views = [flat.view(shape) for flat, shape in zip(self._buffer.split(numels), shapes, strict=True)]
-        self._weights = [OutlierWeight(weight, view) for weight, view in zip(weights, views, strict=True)]
+        self._weights = [OutlierWeight(weight, view) for weight, view in zip(apart, views, strict=True)]
+        self._weights += [OutlierWeight(w, w.rows[:, whole_blocks(w.shard.shape[1]) :]) for w in weights if w.has_room]
         if device.type == "cuda":
             from ds_fp8.zero.cast_triton import TritonResidualCast
 
@@ -95,7 +108,8 @@ class OutlierResiduals:
             return
         # One collective for neighbours of one process group: what lies between belongs to products without channels,
         # and is zero. Each is added up over its own group alone: a sum of sums would be no code.
-        runs = [list(run) for _, run in groupby(known, lambda one: id(one.weight.shard.group))]
+        apart = [one for one in known if not one.weight.has_room]
+        runs = [list(run) for _, run in groupby(apart, lambda one: id(one.weight.shard.group))]
         parts = [self._from(run[0], run[-1]).zero_() for run in runs]
         # One launch; of shards on the host one after the other, for their copies are as large as they are.
         for some in [[one] for one in known] if any(one.weight.on_host for one in known) else [known]:
@@ -104,7 +118,7 @@ class OutlierResiduals:
             group = run[0].weight.shard.group
             dist.all_reduce(part, group=group)
             wire.count(GATHER, "all_reduce", part.nbytes, group)
-        for one in known:
+        for one in apart:
             dtype = FORMATS[one.weight.spec.format].dtype
             setattr(one.weight.parameter, RESIDUAL, one.residual.view(dtype))
 

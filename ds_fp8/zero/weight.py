@@ -2,6 +2,8 @@
 
 A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is laid over the whole rows it touches,
 down to a multiple of its blocks' rows, with zeros elsewhere: then the reference cast's own group arithmetic applies.
+
+Its codes are as flat, or whole rows of fprop's operand, with room for an outlier block (casts/outliers.py) behind each.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, cast, group_amax
 from ds_fp8.casts.primitives import infinite_to_nan
+from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FORMATS, CastSpec, group_shape, is_of_blocks, scale_shape
+from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec, group_shape, is_of_blocks, scale_shape
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder
 from ds_fp8.optim.masters import decode, encode
 from ds_fp8.zero import streams
+from ds_fp8.zero.deepspeed.masters import has_fp32_master
 from ds_fp8.zero.deepspeed.parameters import (
     Shard,
     begin_gather,
@@ -83,7 +87,7 @@ class ShardedWeight:
             )
         self.numel = rows * columns
         self.data: torch.Tensor
-        """uint8 [shard.numel], the FP8 codes of the shard; a slice of the buffer of all shards."""
+        """uint8 [codes_in_shard], the FP8 codes of the shard; a slice of the buffer of all shards."""
         self.scale: torch.Tensor
         """Scales of the whole weight; a view of the buffer of all scales."""
         self.scale_start: int
@@ -99,9 +103,14 @@ class ShardedWeight:
         self.num_rows = stop - self.first_row
         self.offset = shard.start - self.first_row * columns
         self.placeholder = placeholder(full_shape(parameter), parameter.dtype, parameter.device)
+        self.pitch = width_with_outliers(columns, min(outliers.count, columns)) if self.may_have_room else columns
+        """Codes from one row to the next, gathered and, where a shard has whole rows, in it."""
+        self.codes_in_shard, self.codes_in_all = shard.numel * self.pitch // columns, rows * self.pitch
+        self.origin = -shard.start * self.pitch // columns
+        """Place of the weight's first code, counted from the shard's."""
         self.scale_shape = scale_shape(shard.shape, self.granularity)
         # One scale for all of the weight has no dimensions.
-        scales_per_row = self.scale_shape[-1] if self.scale_shape else 1
+        scales_per_row = scale_shape((rows, self.pitch), self.granularity)[-1] if self.scale_shape else 1
         if self.granularity == "128x128":
             scales_per_row = math.ceil(scales_per_row / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
         self.scale_strides = (scales_per_row, 1) if self.scale_shape else ()
@@ -134,6 +143,19 @@ class ShardedWeight:
             f"of one of {shard.world} ranks, {self.state.value}, cast from {self.source.value}, {', '.join(flags)})"
         )
 
+    @property
+    def may_have_room(self) -> bool:
+        """Return whether shards are whole rows of a weight with outlier channels: then one rank has all of a row."""
+        rows, columns = self.shard.shape
+        # The step of masters that are codes writes them flat (masters_triton.py).
+        wanted = self.outliers is not None and has_fp32_master(self.parameter)
+        return wanted and self.shard.numel == rows // self.shard.world * columns
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether codes have an outlier block behind every row, in the shard and gathered."""
+        return self.pitch > self.shard.shape[1]
+
     # ---------------------------------------------------------------- transitions
 
     @property
@@ -147,7 +169,8 @@ class ShardedWeight:
 
     def finish_unshard(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
         """Make gathered codes available to modules, with the scales that they were cast with."""
-        whole = QuantizedTensor.of_bytes(codes.view(self.shard.shape), scale, self.spec)
+        codes = codes.view(-1, self.pitch)[:, : self.shard.shape[1]]
+        whole = QuantizedTensor.of_bytes(codes, scale, self.spec)
         # The parameter's data is a placeholder meanwhile, for code that looks at shape and dtype.
         setattr(self.parameter, GATHERED, whole)
         self.parameter.data = self.placeholder
@@ -197,11 +220,15 @@ class ShardedWeight:
         mine = self.data.untyped_storage().data_ptr()
         return whole is not None and whole.data.untyped_storage().data_ptr() == mine
 
+    @property
+    def operand_codes(self) -> torch.Tensor:
+        """Return the flat codes of the operand, room included: uint8 [codes_in_all]."""
+        return self.operand.data.view(torch.uint8).as_strided((self.codes_in_all,), (1,))
+
     def copy_operand(self) -> None:
         """Copy an operand out of the shard, before a cast writes there: its scales belong to the codes of now."""
-        whole = self.operand
-        data = whole.data.view(torch.uint8).clone().view(whole.data.dtype)
-        setattr(self.parameter, GATHERED, replace(whole, data=data))
+        data = self.operand_codes.clone().view(-1, self.pitch)[:, : self.shard.shape[1]]
+        setattr(self.parameter, GATHERED, replace(self.operand, data=data.view(self.operand.data.dtype)))
 
     def master_wrote(self) -> None:
         """Note new masters, over what a user wrote to the BF16 shard."""
@@ -263,7 +290,7 @@ class ShardedWeight:
             return master_shard(self.parameter)
         if self.apart is not None:
             return self.apart
-        codes = self.cover(self.data).view(FORMATS[self.spec.format].dtype)
+        codes = self.codes().view(FORMATS[self.spec.format].dtype)
         master = decode(codes, self.cover(self.correction), self.covered(self.scale), self.granularity)
         flat = torch.zeros(self.shard.numel, device=codes.device)
         return self.into(flat, master)
@@ -276,6 +303,23 @@ class ShardedWeight:
                 new = torch.where(skip != 0, self.cover(kept), new)
             self.into(kept, new)
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """Return the shard's codes with their room: uint8 [rows of the shard, pitch]."""
+        return self.data.view(-1, self.pitch)
+
+    def codes(self) -> torch.Tensor:
+        """Return the codes over the cover."""
+        return self.cover(self.rows[:, : self.shard.shape[1]].flatten() if self.has_room else self.data)
+
+    def write_codes(self, cover: torch.Tensor) -> None:
+        """Write the shard's codes from those over the cover."""
+        if self.has_room:
+            own = self.into(self.data.new_empty(self.shard.numel), cover)
+            self.rows[:, : self.shard.shape[1]] = own.view(-1, self.shard.shape[1])
+        else:
+            self.into(self.data, cover)
+
     def into(self, flat: torch.Tensor, cover: torch.Tensor) -> torch.Tensor:
         """Write the shard's elements of a matrix over the cover into a flat tensor, and return that."""
         flat[: self.shard.valid] = cover.flatten()[self.offset : self.offset + self.shard.valid]
@@ -285,6 +329,11 @@ class ShardedWeight:
         """Return this weight's scales (or amax) in a flat buffer of those of all weights."""
         # A view: what a cast writes is what every holder of these scales reads.
         return buffer.as_strided(self.scale_shape, self.scale_strides, self.scale_start)
+
+    def block_scales_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the scales of its outlier blocks there: [R/128, blocks]."""
+        rows, used = self.scale_shape
+        return buffer.as_strided((rows, self.pitch // BLOCK - used), self.scale_strides, self.scale_start + used)
 
     def before_cast(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.spec.before_cast(numbers[: self.shard.valid])
@@ -333,7 +382,7 @@ class ReferenceShardCast:
             own = weight.covered(weight.scales_in(scales))
             cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
             cover = cast(cover, own, self._spec.format, weight.granularity)
-            weight.into(weight.data, cover.view(torch.uint8))
+            weight.write_codes(cover.view(torch.uint8))
 
 
 def stacks_of(weights: Iterable[ShardedWeight]) -> list[list[ShardedWeight]]:
@@ -360,12 +409,12 @@ def place_scales(stacks: list[list[ShardedWeight]]) -> int:
 
 
 def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the codes [numel] of every weight of a stack, adjacent, of all ranks' shards [W * n] of each, adjacent.
+    """Return the codes of every weight of a stack, flat and adjacent, of all ranks' shards [W * n] of each, adjacent.
 
     Views, or copies where padding parts them.
     """
-    codes = [shards[: weight.numel] for weight, shards in zip(stack, landed, strict=True)]
+    codes = [shards[: weight.codes_in_all] for weight, shards in zip(stack, landed, strict=True)]
     # A padded weight leaves a hole before the next one, and a product reads no holes.
     if any(len(mine) < len(shards) for mine, shards in zip(codes[:-1], landed, strict=False)):
-        return list(torch.cat(codes).split([weight.numel for weight in stack]))
+        return list(torch.cat(codes).split([weight.codes_in_all for weight in stack]))
     return codes

@@ -14,11 +14,15 @@ Weights of one fused product (`GROUP`: q, k, v; gate, up) that are fetched toget
 buffer, and their scales always lie so: wherever stacking keeps the scales, it is a view.
 
 On one rank a shard is the weight: it is used where it lies, until the next cast writes there.
+
+Weights with outlier channels whose shards are whole rows have room behind every row for the outlier block, which the
+rank of the row writes: their gathers bring the operand of fprop, and nothing of it is copied (residuals.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import deepspeed
 import torch
@@ -93,7 +97,7 @@ class ShardedWeights:
         # Keyed by id: a Parameter compares element by element.
         self._weights = {id(weight.parameter): weight for some in self._sets for weight in some.weights}
         # Shards that are fetched together lie side by side: what is sent is a view.
-        numels = [weight.shard.numel for weight in self]
+        numels = [weight.codes_in_shard for weight in self]
         if frees_bf16 and _is_short_of(sum(numels), stacks[0][0].parameter.device):
             self._move_frozen_to_host()  # before there are codes; the first cast copies them back one by one
         groups = list({id(weight.shard.group): weight.shard.group for weight in self}.values())
@@ -150,7 +154,7 @@ class ShardedWeights:
             if weight.in_fp8 and weight.shard.valid and not (weight.on_host and weight.shown):
                 weight.shown = True
                 numbers = weight.before_cast(on_device(weight.numbers(), self.codes.device))
-                cast = QuantizedTensor.of_bytes(weight.cover(weight.data), weight.covered(weight.scale), weight.spec)
+                cast = QuantizedTensor.of_bytes(weight.codes(), weight.covered(weight.scale), weight.spec)
                 show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)
 
     # ---------------------------------------------------------------- casts
@@ -202,10 +206,21 @@ class ShardedWeights:
         `but_fixed`: not of weights whose channels do not change.
         """
         self.wait_for_cast()
+        self.transport.write()
+        written: list[ShardedWeight] = []
         for some in self._sets:
             fixed = all(weight.outliers is None or weight.outliers.fixed for weight in some.weights)
             if not some.stale and not (fixed and but_fixed):  # what is stale, its next cast writes
                 some.write_residuals(self._wire, only)
+                written += some.weights
+        self.transport.written()
+        self._refreshed = streams.record_event()
+        for weight in written:
+            # The product that has just found its channels has its weights already, with the blocks of before.
+            if weight.has_room and only in (None, weight.outliers) and weight.operand and not weight.operand_is_shard:
+                self._wire.count(GATHER, "all_gather", weight.data.nbytes, weight.shard.group)
+                self.transport.gather([weight.operand_codes], [weight.data], weight.shard.group).wait()
+                weight.finish_unshard(weight.operand_codes, weight.scale)
 
     def pin_scales(self) -> None:
         """Keep the scales where they are from now on: later casts write them in place, for CUDA graphs read them.
@@ -265,7 +280,7 @@ class ShardedWeights:
                 continue
             sent += stack
             # One allocation for a stack: what lands side by side is one operand, without a concatenation.
-            lengths = [world * weight.shard.numel for weight in stack]
+            lengths = [world * weight.codes_in_shard for weight in stack]
             landed.update(zip(stack, self.transport.allocate(sum(lengths)).split(lengths), strict=True))
         self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
         outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
@@ -300,7 +315,7 @@ class ShardedWeights:
         self._unshard([weight])()
         if weight.operand_is_shard:  # which the next cast overwrites: the reader gets a copy to keep
             weight.copy_operand()
-        whole = weight.operand
+        whole = replace(weight.operand, data=weight.operand.data.contiguous())  # without room
         reshard(parameter)
         return whole
 

@@ -23,7 +23,8 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.outliers import weight_residual
+from ds_fp8.casts.outliers import extend_weight, weight_residual
+from ds_fp8.casts.quantization import widened
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import parse_fp8
@@ -33,7 +34,7 @@ from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, RESIDUAL, group_of, placeholder, stacked_operand
+from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder, stacked_operand
 from ds_fp8.research import mxfp8
 
 
@@ -197,7 +198,7 @@ def our_layers(
         raise UserError(f"{preset}: layers are not fused ({reasons})", remedy="choose a size whose layers can be fused")
     if weights == "fp8":
         linears = [module for module in stack.layers.modules() if isinstance(module, FP8Linear)]
-        keep_residuals(linears)
+        write_blocks(linears)
         hold_in_fp8([linear.weight for linear in linears], conversion.recipe)
     return replace(stack, backend=conversion.recipe.backend)
 
@@ -205,7 +206,8 @@ def our_layers(
 def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
     """Replace high-precision weights by their FP8 casts, as ZeRO-3's FP8 gather leaves them between its hooks.
 
-    A weight keeps shape and dtype, but reading its data gives NaN. Those of one fused product lie adjacent.
+    A weight keeps shape and dtype, but reading its data gives NaN. Those of one fused product lie adjacent, with room
+    for outlier blocks behind their rows.
     """
     held: set[int] = set()
     for weight in weights:
@@ -214,6 +216,11 @@ def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
             continue
         held.update(map(id, group))
         whole = stacked_operand([w.detach() for w in group], recipe)
+        if recipe.outlier_channels:
+            channels = torch.arange(min(recipe.outlier_channels, whole.shape[1]), device=weight.device).int()
+            none = torch.zeros(len(whole.data), len(channels), dtype=torch.uint8, device=weight.device)
+            K, wide = whole.shape[1], extend_weight(whole, none.view(whole.data.dtype), channels)
+            whole = replace(whole, data=wide.data[:, :K], scale=wide.scale[:, : whole.scale.shape[1]])
         rows = [len(w) for w in group]
         unit = BLOCK if whole.granularity == "128x128" else 1
         scales = [whole.scale] if len(group) == 1 else whole.scale.split([-(-count // unit) for count in rows])
@@ -222,22 +229,25 @@ def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
             w.data = placeholder(w.shape, w.dtype, w.device)
 
 
-def keep_residuals(linears: Iterable[FP8Linear]) -> None:
-    """Let weights that are to be held in FP8 get their residuals when their outlier channels are found.
+def write_blocks(linears: Iterable[FP8Linear]) -> None:
+    """Let weights that are to be held in FP8 get their outlier blocks when their channels are found.
 
     The weights themselves wait on the CPU: a benchmark of memory counts what the GPU holds.
     """
     for outliers, some in itertools.groupby(linears, lambda linear: linear.recipe.outliers):
         if outliers is not None:
             outliers.on_found = functools.partial(
-                _write_residuals, [(one.weight, one.weight.detach().cpu()) for one in some]
+                _write_blocks, [(one.weight, one.weight.detach().cpu()) for one in some]
             )
 
 
-def _write_residuals(weights: list[tuple[nn.Parameter, torch.Tensor]], outliers: OutlierChannels) -> None:
+def _write_blocks(weights: list[tuple[nn.Parameter, torch.Tensor]], outliers: OutlierChannels) -> None:
     for weight, numbers in weights:
-        numbers = numbers.to(weight.device)
-        setattr(weight, RESIDUAL, weight_residual(numbers, getattr(weight, GATHERED), outliers.channels))
+        gathered, channels = getattr(weight, GATHERED), outliers.channels
+        found = extend_weight(gathered, weight_residual(numbers.to(weight.device), gathered, channels), channels)
+        room = widened(gathered, len(channels))
+        room.data.view(torch.uint8).copy_(found.data.view(torch.uint8))
+        room.scale.copy_(found.scale)
 
 
 def _torchao_missing() -> str | None:

@@ -106,3 +106,8 @@ def test_transposed_bytes(shape):
     data = torch.randn(shape).to(torch.float8_e4m3fn)
     turned = kernels.transpose_bytes(data.to(DEVICE)).cpu()
     assert torch.equal(turned.view(torch.uint8), data.view(torch.uint8).transpose(-2, -1))
+
+
+def test_transposed_bytes_of_rows_with_room_behind_them():
+    data = torch.randn(131, 384).to(torch.float8_e4m3fn).to(DEVICE)[:, :200]
+    assert torch.equal(kernels.transpose_bytes(data).view(torch.uint8), data.view(torch.uint8).t())

@@ -9,18 +9,31 @@ from ds_fp8.casts import quantize
 from ds_fp8.casts.outliers import channel_energy, extend_input, extend_input_reference, largest_channels
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gated_product_reference
-from tests.zero.test_outlier_residuals import kernel_and_reference
+from tests.zero.test_outlier_residuals import CUT_ROWS, WHOLE_ROWS, kernel_and_reference, losses_and_channels
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("world", "master"), [(1, "fp32"), (2, "fp32"), (1, "fp8_plus16")])
-def test_residuals_of_shards_are_the_references(gpu_ranks, world, master):
+@pytest.mark.parametrize(
+    ("world", "master", "sizes"),
+    [(1, "fp32", CUT_ROWS), (2, "fp32", CUT_ROWS), (2, "fp32", WHOLE_ROWS), (1, "fp8_plus16", CUT_ROWS)],
+)
+def test_residuals_of_shards_are_the_references(gpu_ranks, world, master, sizes):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
-    for pairs in gpu_ranks(world, kernel_and_reference, master):
+    for pairs in gpu_ranks(world, kernel_and_reference, master, sizes):
         for expected, found in pairs:
             assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("sizes", [WHOLE_ROWS, (256, 512)])
+def test_blocks_that_gathers_bring_change_no_number(gpu_ranks, world, sizes):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    section = {"preset": "precise", "monitor": {"every": 2}}
+    found, expected = (gpu_ranks(world, losses_and_channels, room, section, sizes, 6) for room in (True, False))
+    assert found == expected
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -9,6 +9,7 @@ from torch import nn
 
 from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
+from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero.deepspeed.parameters import Shard
 from ds_fp8.zero.weight import ShardedWeight, place_scales, stacks_of
 
@@ -17,18 +18,22 @@ SHAPES = [(131, 301), (256, 128), (1, 5), (70, 131), (400, 16), (3, 1000), (128,
 
 
 def weights_of(
-    rank: int, world: int, granularity: str, device: str, shapes=SHAPES, spec: CastSpec | None = None
+    rank: int, world: int, granularity: str, device: str, shapes=SHAPES, spec: CastSpec | None = None, channels: int = 0
 ) -> list[ShardedWeight]:
-    """Weights of these shapes as this rank of `world` would hold them, their codes zero."""
+    """Weights of these shapes as this rank of `world` would hold them, their codes zero.
+
+    channels: outlier channels, for whose blocks those have room whose rows are not cut.
+    """
     weights = []
     for rows, columns in shapes:
         parameter = nn.Parameter(torch.empty(0, dtype=torch.bfloat16, device=device))
         length = math.ceil(rows * columns / world)
         valid = max(0, min(length, rows * columns - rank * length))
         shard = Shard(torch.Size((rows, columns)), rank * length, length, valid, world, None)
-        weights.append(ShardedWeight(parameter, shard, spec or CastSpec(granularity=granularity)))
+        outliers = OutlierChannels(channels) if channels else None
+        weights.append(ShardedWeight(parameter, shard, spec or CastSpec(granularity=granularity), outliers))
     place_scales(stacks_of(weights))
-    numels = [weight.shard.numel for weight in weights]
+    numels = [weight.codes_in_shard for weight in weights]
     codes = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
     for weight, data in zip(weights, codes.split(numels), strict=True):
         weight.data = data
@@ -65,10 +70,10 @@ def shards_of(masters: list[torch.Tensor], weights: list[ShardedWeight]) -> dict
     return result
 
 
-def cast_on_all_ranks(make, masters, world, spec: CastSpec, device=DEVICE, to=lambda shard: shard):
+def cast_on_all_ranks(make, masters, world, spec: CastSpec, device=DEVICE, to=lambda shard: shard, channels=0):
     """(amax, codes of every weight) after `make(weights, codes, spec)` has cast the shards of every rank."""
     shapes = [tuple(master.shape) for master in masters]
-    ranks = [weights_of(rank, world, spec.granularity, device, shapes, spec) for rank in range(world)]
+    ranks = [weights_of(rank, world, spec.granularity, device, shapes, spec, channels) for rank in range(world)]
     casts, sources, found = [], [], []
     for weights in ranks:
         shards = shards_of(masters, weights)
@@ -84,7 +89,8 @@ def cast_on_all_ranks(make, masters, world, spec: CastSpec, device=DEVICE, to=la
     for cast, source in zip(casts, sources, strict=True):
         cast.cast(scales, source)
     for index, (rows, columns) in enumerate(shapes):
-        flat = torch.cat([weights[index].data for weights in ranks])
-        codes.append(flat[: rows * columns].view(rows, columns).cpu())
+        flat, pitch = torch.cat([weights[index].data for weights in ranks]), ranks[0][index].pitch
+        codes.append(flat[: rows * pitch].view(rows, pitch)[:, :columns].cpu())
+        assert not flat[: rows * pitch].view(rows, pitch)[:, columns:].any()
     scales_of = [weight.scales_in(scales).cpu() for weight in ranks[0]]
     return amax.cpu(), scales_of, codes

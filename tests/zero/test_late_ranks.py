@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from ds_fp8.zero import weights
 from ds_fp8.zero.collectives import PeerMemory
 from tests.zero import models
+from tests.zero.test_outlier_residuals import WHOLE_ROWS
 
 CHOOSE = weights.choose
 POINTS = (
@@ -140,7 +141,8 @@ def trained(point):
         kind = type("Late", (Late,), {"point": point})
         weights.choose = lambda numel, device, groups: kind(numel, device, groups[0])
     try:
-        engine = models.build(models.config({"monitor": {"every": 0}}, stage3_prefetch_bucket_size=10**6))
+        section = {"preset": "precise", "monitor": {"every": 0}}  # also outlier blocks, behind codes
+        engine = models.build(models.config(section, stage3_prefetch_bucket_size=10**6), sizes=WHOLE_ROWS)
     finally:
         weights.choose = CHOOSE
     losses = models.train(engine, 2)

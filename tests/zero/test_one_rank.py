@@ -7,13 +7,15 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import GATHERED, fprop_weight
 from ds_fp8.zero import collectives, weights
 from ds_fp8.zero.deepspeed.parameters import master_shard
 from tests.zero import models
-from tests.zero.test_parameter_gather import SECTIONS, fp8_linears, gather
+from tests.zero.test_parameter_gather import SECTIONS as OTHERS
+from tests.zero.test_parameter_gather import fp8_linears, gather
 from tests.zero.test_training import QUIET
 
+SECTIONS = {**OTHERS, "precise": {"preset": "precise"}}
 ALIGNED, RAGGED = (256, 512), (131, 301)
 REUSED = {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8}
 COPIED = patch.object(weights, "ALIGNMENT", 1 << 62)
@@ -67,7 +69,7 @@ def test_nothing_is_sent_or_copied(ranks):
 
 
 def numbers(engine):
-    return [getattr(m.weight, GATHERED).dequantize() for m in fp8_linears(engine).values()]
+    return [fprop_weight([m.weight], m.recipe).dequantize() for m in fp8_linears(engine).values()]
 
 
 def change_masters(engine):
@@ -79,9 +81,9 @@ def change_masters(engine):
     gatherer.cast()
 
 
-def gathered_over_a_step(left_out):
+def gathered_over_a_step(left_out, preset):
     """A weight that is gathered while a step writes new shards; DeepSpeed keeps one that nobody used in time."""
-    engine = build()
+    engine = build(preset)
     models.train(engine, 1)
     weights = [m.weight for m in fp8_linears(engine).values()]
     gather(engine, weights)
@@ -98,9 +100,9 @@ def gathered_over_a_step(left_out):
     return stays, any(map(torch.equal, before, numbers(engine)))
 
 
-@pytest.mark.parametrize("left_out", [False, True])
-def test_a_gathered_weight_keeps_its_numbers_over_a_step(ranks, left_out):
-    assert ranks(1, gathered_over_a_step, left_out)[0] == (True, None if left_out else False)
+@pytest.mark.parametrize(("left_out", "preset"), [(False, "infir2"), (False, "precise"), (True, "infir2")])
+def test_a_gathered_weight_keeps_its_numbers_over_a_step(ranks, left_out, preset):
+    assert ranks(1, gathered_over_a_step, left_out, preset)[0] == (True, None if left_out else False)
 
 
 def fetched_over_a_step():

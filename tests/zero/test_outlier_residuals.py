@@ -10,45 +10,81 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
 from ds_fp8.casts import quantize
-from ds_fp8.casts.outliers import weight_residual
+from ds_fp8.casts.outliers import extend_weight, weight_residual
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import RESIDUAL
+from ds_fp8.layers.linear.weights import fprop_weight
 from ds_fp8.zero.residuals import ReferenceResidualCast
 from ds_fp8.zero.weight import ShardedWeight
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
 SECTION = {"preset": "precise", "monitor": {"every": 0}}
+WHOLE_ROWS, CUT_ROWS = (132, 300), (131, 301)
+"""Sizes of linears whose rows divide by 2, 3 and 4 ranks, and by none of them."""
 
 
 def linears(engine):
     return [(name, module) for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)]
 
 
-def residuals_of_whole_weights(section, steps):
-    """Whether the residuals of every linear are those of its whole master; losses; how many were looked at."""
-    engine = models.build(models.config(section))
-    losses = models.train(engine, steps)
-    same = {}
+def is_same(left, right):
+    return torch.equal(left.data.view(torch.uint8), right.data.view(torch.uint8)) and torch.equal(
+        left.scale, right.scale
+    )
+
+
+def operands_of_whole_weights(section, sizes):
+    """Whether the operand of every linear is that of its whole master; the channels; weights with room for blocks."""
+    engine = models.build(models.config(section), sizes=sizes)
+    models.train(engine, 3)
+    same, shards = {}, engine.fp8.weights
     for name, linear in linears(engine):
         master, spec = safe_get_full_fp32_param(linear.weight), linear.recipe.weight
-        whole = quantize(master, spec.format, spec.granularity, spec.scale)
-        expected = weight_residual(master, whole, linear.recipe.outliers.channels)
-        same[name] = torch.equal(getattr(linear.weight, RESIDUAL).view(torch.uint8), expected.view(torch.uint8))
+        whole, channels = quantize(master, spec.format, spec.granularity, spec.scale), linear.recipe.outliers.channels
+        expected = extend_weight(whole, weight_residual(master, whole, channels), channels)
+        for finish in shards.unshard([linear.weight]):
+            finish()
+        same[name] = is_same(fprop_weight([linear.weight], linear.recipe), expected)
+        linear.weight.partition()
+        read = shards.whole(linear.weight)
+        same[name] &= is_same(read, whole) and read.data.is_contiguous()
     channels = {name: linear.recipe.outliers.channels.tolist() for name, linear in linears(engine)}
-    return same, losses, channels, dict(engine.fp8.wire.sent())
+    return same, channels, sum(weight.has_room for weight in shards)
 
 
 @pytest.mark.parametrize("scale", ["fp32", "pow2"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_residuals_are_those_of_the_whole_master(ranks, world, scale):
+@pytest.mark.parametrize(
+    ("world", "sizes", "room"),
+    [(1, CUT_ROWS, 6), (2, CUT_ROWS, 0), (3, CUT_ROWS, 0), (2, WHOLE_ROWS, 6), (3, WHOLE_ROWS, 6), (4, WHOLE_ROWS, 6)],
+)
+def test_operands_are_those_of_the_whole_master(ranks, world, sizes, room, scale):
     section = {**SECTION, "linear": {"weight": {"scale": scale}}}
-    results = ranks(world, residuals_of_whole_weights, section, 3)
-    same, _, channels, _ = results[0]
+    results = ranks(world, operands_of_whole_weights, section, sizes)
+    same, channels, has_room = results[0]
+    assert has_room == room
     assert len(same) == 6
     assert all(same.values()), same
     assert all(len(found) == 128 for found in channels.values())
-    assert all(result[2] == channels for result in results)  # all ranks chose alike
+    assert all(result[1] == channels for result in results)  # all ranks chose alike
+
+
+def losses_and_channels(room, section, sizes, steps):
+    """Losses, and channels at the end, of weights with room for outlier blocks where there may be some, or without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not room:
+            patch.setattr(ShardedWeight, "may_have_room", False)
+        engine = models.build(models.config(section), sizes=sizes)
+    assert any(weight.has_room for weight in engine.fp8.weights) == room
+    losses = models.train(engine, steps)
+    return losses, {name: linear.recipe.outliers.channels.tolist() for name, linear in linears(engine)}
+
+
+@pytest.mark.parametrize(("world", "channels"), [(1, 128), (2, 4), (3, 128), (4, 65)])
+def test_blocks_that_gathers_bring_change_no_number(ranks, world, channels):
+    """From the first step on, whose forward finds the channels, and where measured steps change them."""
+    section = {**SECTION, "linear": {"outlier_channels": channels}, "monitor": {"every": 2}}
+    found, expected = (ranks(world, losses_and_channels, room, section, WHOLE_ROWS, 6) for room in (True, False))
+    assert found == expected
 
 
 def test_training_follows_bf16_more_closely_than_without(ranks):
@@ -68,15 +104,25 @@ def distance(left, right):
 
 def test_residuals_are_counted_on_the_wire(ranks):
     none = {**SECTION, "linear": {"outlier_channels": 0}}
-    with_block, without = (ranks(2, residuals_of_whole_or_not, section)[0] for section in (SECTION, none))
+    with_block, without = (ranks(2, gathered_bytes, section)[0] for section in (SECTION, none))
     rows = 3 * (301 + 131)
     # First found product by product, then three casts, each an all-reduce of 128 bytes a row; the sums of energies are
     # of the monitor and not counted.
     assert with_block - without == 3 * 128 * rows + 128 * rows
 
 
-def residuals_of_whole_or_not(section):
-    engine = models.build(models.config(section))
+def test_gathers_bring_outlier_blocks_in_place_of_residuals(ranks):
+    none = {**SECTION, "linear": {"outlier_channels": 0}}
+    with_block, without = (ranks(2, gathered_bytes, section, WHOLE_ROWS)[0] for section in (SECTION, none))
+    # Of 300 x 132 and 132 x 300, up to whole blocks and a block of 2 x 128; once more when channels were found.
+    room = 3 * (300 * (256 + 256 - 132) + 132 * (384 + 256 - 300))
+    whole = 3 * (300 * (256 + 256) + 132 * (384 + 256))
+    amax = 4 * 4 * 3 * 2 * (8 - 4)  # of four casts: rows of scales are padded to multiples of 4
+    assert with_block - without == (3 * 2 * room + whole) // 2 + amax
+
+
+def gathered_bytes(section, sizes=CUT_ROWS):
+    engine = models.build(models.config(section), sizes=sizes)
     models.train(engine, 3)
     return engine.fp8.wire.sent()["all_gather_bytes"]
 
@@ -113,11 +159,11 @@ def test_channels_are_looked_for_again_on_measured_steps_and_kept_in_checkpoints
         assert in_place  # CUDA graphs read them where they are
 
 
-def kernel_and_reference(master):
+def kernel_and_reference(master, sizes):
     """Bytes of all residuals by the kernel in Triton's interpreter, and by the reference, at one state of masters."""
     from ds_fp8.zero.cast_triton import TritonResidualCast
 
-    engine = models.build(models.config({**SECTION, "optimizer": {"master": master}}))
+    engine = models.build(models.config({**SECTION, "optimizer": {"master": master}}), sizes=sizes)
     models.train(engine, 1)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the step writes them on a stream of its own
@@ -129,16 +175,28 @@ def kernel_and_reference(master):
         for cast in (ReferenceResidualCast(), TritonResidualCast()):
             for one in known:
                 one.residual.zero_()
-            cast.write(known, some._scales, ShardedWeight.numbers)
-            results.append(torch.cat([one.residual.flatten().clone() for one in known]))
+            scales = some._scales.clone()
+            for one in known:
+                if one.weight.has_room:
+                    one.weight.block_scales_in(scales).zero_()
+            cast.write(known, scales, ShardedWeight.numbers)
+            results.append(torch.cat([*(one.residual.flatten() for one in known), scales.view(torch.uint8)]))
         pairs.append(results)
     return pairs
 
 
-@pytest.mark.parametrize(("world", "master"), [(1, "fp32"), (3, "fp32"), (2, "fp8_plus16")])
-def test_the_kernel_writes_what_the_reference_does(ranks, world, master):
+RESIDUALS = [
+    (1, "fp32", CUT_ROWS),
+    (3, "fp32", CUT_ROWS),
+    (2, "fp32", WHOLE_ROWS),
+    (2, "fp8_plus16", WHOLE_ROWS),
+]
+
+
+@pytest.mark.parametrize(("world", "master", "sizes"), RESIDUALS)
+def test_the_kernel_writes_what_the_reference_does(ranks, world, master, sizes):
     pytest.importorskip("triton")
-    for pairs in ranks(world, kernel_and_reference, master):
+    for pairs in ranks(world, kernel_and_reference, master, sizes):
         for expected, found in pairs:
             # The interpreter rounds to FP8 in its own way (tests/casts/test_kernels.py); places are what is compared.
             assert torch.equal(expected.bitwise_and(0x7F) > 8, found.bitwise_and(0x7F) > 8) or (

@@ -50,6 +50,13 @@ def test_the_reference_casts_the_whole(world, granularity, scale):
     assert_whole(masters, *cast_on_all_ranks(reference, masters, world, spec)[1:], spec)
 
 
+@pytest.mark.parametrize("make", [0, 1], ids=["reference", "kernel"])
+@pytest.mark.parametrize("world", [1, 2, 16])
+def test_codes_leave_room_for_outlier_blocks(world, make):
+    spec, masters = CastSpec(granularity="128x128"), exact_masters()
+    assert_whole(masters, *cast_on_all_ranks(implementations()[make], masters, world, spec, channels=65)[1:], spec)
+
+
 @pytest.mark.parametrize("world", [1, 3, 9])
 @pytest.mark.parametrize(("granularity", "scale"), [("128x128", "pow2"), ("128x128", "fp32"), ("row", "pow2")])
 def test_the_kernels_cast_the_whole(world, granularity, scale):

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
-from ds_fp8.casts.outliers import extend_weight, weight_residual
-from ds_fp8.casts.quantization import block_scales
+from ds_fp8.casts.outliers import extend_weight, residual_in, weight_residual
+from ds_fp8.casts.quantization import block_scales, widened
 from ds_fp8.config.formats import BLOCK, SCALE_TYPES, group_shape, is_of_blocks
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
@@ -23,7 +23,8 @@ GATHERED = "fp8_gathered"
 """Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available."""
 
 RESIDUAL = "fp8_residual"
-"""Attribute of a weight that ZeRO-3 shards: codes [N, C] of the residuals of its outlier channels' columns."""
+"""Attribute of a weight that ZeRO-3 shards and gathers without an outlier block: codes [N, C] of the residuals of its
+outlier channels' columns."""
 
 BEFORE_BACKWARD = "fp8_before_backward"
 """Attribute of a weight that ZeRO-3 gathers with a whole layer: gathers the layer where a backward needs it and the
@@ -131,11 +132,9 @@ def _operand(
 def _with_outliers(
     weights: Sequence[nn.Parameter], operand: QuantizedTensor, channels: torch.Tensor
 ) -> QuantizedTensor:
-    # Residuals belong to the codes that were gathered. A weight that another module reads, too, is gathered in BF16,
-    # and cast here: its codes and what they lost are others, though the shard's residuals still lie beside it.
-    residuals = [
-        getattr(weight, RESIDUAL, None) if getattr(weight, GATHERED, None) is not None else None for weight in weights
-    ]
+    if (whole := widened(operand, len(channels))) is not None:
+        return whole
+    residuals = [_residual(weight, len(channels)) for weight in weights]
     if all(residual is None for residual in residuals):
         # Weights that are present in high precision: their residuals are computed in every forward.
         residual = weight_residual(torch.cat([weight.detach() for weight in weights]), operand, channels)
@@ -148,6 +147,17 @@ def _with_outliers(
             for weight, own, rows in zip(weights, residuals, _rows_of(operand, weights), strict=True)
         ])  # fmt: skip
     return extend_weight(operand, residual, channels)
+
+
+def _residual(weight: nn.Parameter, channels: int) -> torch.Tensor | None:
+    """Return the residual codes [N, C] of the codes that were gathered; None of a weight in high precision."""
+    gathered = getattr(weight, GATHERED, None)
+    if gathered is None:
+        # A weight that another module reads, too, is gathered in BF16, and cast here: its codes and what they lost are
+        # others, though the shard's residuals still lie beside it.
+        return None
+    whole = widened(gathered, channels)
+    return getattr(weight, RESIDUAL, None) if whole is None else residual_in(whole, channels)
 
 
 def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Iterator[QuantizedTensor]:

@@ -2,9 +2,10 @@
 
 A graph keeps every Python value that its capture met: attributes, schedules by the number of steps, branches taken on
 values of the host. When such a value changes, Python computes something else, and the outputs differ. A check runs the
-forward of a graph beside Python's on one batch, and trains on Python's. The replayed forward runs no Python, no hook of
-DeepSpeed and no autograd. Outside its own memory it changes random states and buffers alone, which are put back, so
-that training has the same bits with and without checks.
+forward of a graph beside Python's on one batch, which keeps nothing for backward: training goes on from the graph where
+both agree. A measured micro-step is trained on as Python computes it, with activations beside those of the graph. The
+replayed forward runs no Python, no hook of DeepSpeed and no autograd. Outside its own memory it changes random states
+and buffers alone, which are put back, so that training has the same bits with and without checks.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Action(Enum):
     REPLAY = "replay"
     """A graph runs it."""
     CHECK = "check"
-    """Python launches it, and the graph's forward runs beside it for comparison."""
+    """The graph's forward is compared with Python's."""
     END = "end"
     """Graphs are freed, and none is captured any more."""
 
@@ -156,6 +157,11 @@ class GraphChecks:
         self._spread: dict[object, list[float]] = {}
         """By signature, how far apart replays of one batch have been."""
 
+    def state(self) -> ForwardState:
+        # Random states and buffers: both forwards must draw the same numbers, and a buffer that a forward updates (a
+        # running mean) must be updated once.
+        return ForwardState(self._module, self._device)
+
     def launch(
         self, graph: MicroStepGraph, signature: object, batch: Mapping[str, Any], launch: Callable[[], Any]
     ) -> tuple[Any, str | None]:
@@ -167,9 +173,7 @@ class GraphChecks:
         Returns:
             What `launch` returns, and how the outputs differ; None where they do not.
         """
-        # Random states and buffers: both forwards must draw the same numbers, and a buffer that a forward updates (a
-        # running mean) must be updated once.
-        before = ForwardState(self._module, self._device)
+        before = self.state()
         graph.launch_forward(batch)
         ours = graph.copies()
         before.restore()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_fp8.graphs.agreement import Action, Facts, GraphChecks, RankAgreement, decide
+from ds_fp8.graphs.agreement import Action, Facts, GraphChecks, RankAgreement, decide, outputs_of
 from ds_fp8.graphs.capture import (
     before_process_groups_end,
     end_failed_capture,
@@ -297,7 +297,7 @@ class MicroStepGraphs:
         # The schedule counts replays and not steps: these are the same on all ranks.
         unchecked, unmeasured = graph is None or not graph.schedule.due, not self._monitor.active
         if graph is not None and not (unchecked and unmeasured):
-            self._give_way()  # before Python launches it beside the graph
+            self._give_way(evaluates=unmeasured)  # before Python launches it beside the graph
             graph = self._graphs.get(here.signature)
         mine = Facts(
             alone=not here.pending or self._captured_once,
@@ -408,15 +408,37 @@ class MicroStepGraphs:
         return True
 
     def _launch_and_check(self, here: Call) -> Any:
-        """Launch a micro-step by Python, and end the graphs where its graph computes something else. Collective."""
+        """Compare a micro-step's graph with Python, and end the graphs where they differ. Collective.
+
+        Returns:
+            The outputs of the graph; where they differ, and where casts are measured, those of Python.
+        """
         self._settle()
-        graph, launch = self._graphs.get(here.signature), functools.partial(self._launch, here)
+        graph, before, measured = self._graphs.get(here.signature), self._checks.state(), self._monitor.active
+        launch = functools.partial(self._launch if measured else self._compute, here)
         output, difference = self._checks.launch(graph, here.signature, here.batch, launch)
         if difference is not None:
             self._end(
                 f"in step {self._engine.global_steps + 1} the outputs of a graph and of Python differ ({difference}): "
                 "Python values that the model reads have changed since the capture"
             )
+        if measured:
+            return output
+        before.restore()
+        return graph.replay(here.batch) if difference is None else self._stock(*here.args, **here.kwargs)
+
+    def _compute(self, here: Call) -> list[Any]:
+        """Return what Python computes, without what backward would read: graphs hold the memory of that already."""
+
+        def never(_: object) -> torch.Tensor:
+            raise AssertionError("this forward has no backward")
+
+        state, sent = self._micro_step.remember(), self._wire.sent()  # DeepSpeed's hooks wait for the backward
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, never):
+            output = outputs_of(self._launch(here))
+        self._micro_step.restore(state)
+        self._wire.subtract(self._wire.sent() - sent)
+        self._settle()
         return output
 
     def _launch(self, here: Call) -> Any:

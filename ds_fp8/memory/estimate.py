@@ -51,9 +51,8 @@ SLACK = 0.08
 measure it (reserved_bytes beside peak_bytes)."""
 CONTEXT = 1 << 30
 """CUDA's context, its loaded kernels, and NCCL's buffers, which are not torch's. An assumption too."""
-GRAPHS = 1.0
-"""Bytes a parameter that CUDA graphs reserve beside what steps launched by Python use. Measured on two H200: 0.6 and
-1.2 with 1.8 billion parameters, 0.9 with 7.6 (docs/log/graphs.md)."""
+BESIDE_GRAPHS = 0.25
+"""Share of a micro-step's memory, which graphs hold, that a forward beside them takes: a check, an evaluation."""
 
 Size = Literal["micro_batch", "sequence_length"]
 LARGEST = {"micro_batch": 1 << 16, "sequence_length": 1 << 24}
@@ -150,8 +149,12 @@ class Estimate:
 
     @property
     def graph_bytes(self) -> int:
-        """Return the memory that CUDA graphs want besides: where it is not there, there are none."""
-        return round(GRAPHS * self.workload.model.numel) if self.workload.has_graphs else 0
+        """Return the memory that CUDA graphs want besides: where it is not there, there are none.
+
+        They hold that of one micro-step. Measured ones (`monitor.every`), which Python launches, take as much again.
+        """
+        share = 1 + SLACK if self.workload.fp8.monitor.every else BESIDE_GRAPHS
+        return round(share * (self.peak_bytes - self.lasting_bytes)) if self.workload.has_graphs else 0
 
     @property
     def host_bytes(self) -> int:

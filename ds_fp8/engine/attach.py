@@ -20,7 +20,13 @@ from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.methods import has_optimizer
-from ds_fp8.zero.deepspeed.parameters import flat_parameters, is_partitioned, link_moments, untrained_parameters
+from ds_fp8.zero.deepspeed.parameters import (
+    fetch_from_host,
+    flat_parameters,
+    is_partitioned,
+    link_moments,
+    untrained_parameters,
+)
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules
 from ds_fp8.zero.lifecycle import CheckpointState, Lifecycle
@@ -55,6 +61,10 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         if sharded:
             life.leaf_calls = LeafCalls(engine)
             _gather_in_fp8(engine, state, life)
+            offload = engine.zero_offload_param()
+            if offload is None or offload.device == "none":
+                coded = state.weights
+                fetch_from_host(p for p in engine.module.parameters() if coded is None or not coded.on_host(p))
         # Needs the flat shards in their final place, and must come before the first step allocates moments.
         _register_segments(engine, state, life)
     if sharded and has_optimizer(engine):

@@ -162,6 +162,8 @@ def _reading(checkpoint: Path) -> Iterator[None]:
 def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Module, checkpoint: Path) -> None:
     shapes = {entry.name: entry.shape for entry in plan.entries}
     wrong = [n for n, shape in shapes.items() if n not in masters or tuple(masters[n].shape) != tuple(shape)]
+    if any(".lora_" in name or name.startswith("base_model.model.") for name in masters):
+        raise UserError(f"{checkpoint} is of a model with adapters", file=checkpoint, remedy=adapters_refused().remedy)
     if wrong:
         found = tuple(masters[wrong[0]].shape) if wrong[0] in masters else "absent"
         raise _another_model(checkpoint, f"{wrong[0]} is {found}, but the configuration says {shapes[wrong[0]]}")
@@ -173,11 +175,6 @@ def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Mo
 
 
 def _another_model(checkpoint: Path, difference: str) -> UserError:
-    if "base_model.model." in difference:
-        refused = adapters_refused()
-        return UserError(
-            f"the checkpoint is of a model with adapters: {difference}", file=checkpoint, remedy=refused.remedy
-        )
     return UserError(
         f"the checkpoint belongs to another model: {difference}",
         file=checkpoint,

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -84,6 +84,8 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, SavedFile]
     data: list[dict[str, Any]] = field(default_factory=list)
+    base: dict[str, str] = field(default_factory=dict)
+    """Hashes of the files that frozen weights are read from again, by name; empty where the checkpoint holds them."""
 
     @property
     def in_shards(self) -> bool:
@@ -139,6 +141,21 @@ def problems_of(folder: Path, rank: int, world: int) -> list[str]:
         return [f"{name} {problem}" for name, problem in zip(mine, found, strict=True) if problem]
 
 
+def hash_of(file: Path) -> str:
+    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(chunk):
+            digest.update(chunk[:count])
+    return digest.hexdigest()
+
+
+def hashes_of(files: Sequence[Path]) -> dict[str, str]:
+    """Return the hashes of files by name."""
+    # Threads, for reading and hashing release the interpreter's lock.
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        return dict(zip((file.name for file in files), threads.map(hash_of, files), strict=True))
+
+
 def _problem(file: Path, saved: SavedFile) -> str | None:
     try:
         status = file.stat()
@@ -146,11 +163,7 @@ def _problem(file: Path, saved: SavedFile) -> str | None:
             return "is not a file"
         if status.st_size != saved.bytes:
             return f"has {status.st_size:,} bytes instead of {saved.bytes:,}"
-        digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
-        with file.open("rb", buffering=0) as stream:
-            while count := stream.readinto(chunk):
-                digest.update(chunk[:count])
-        if digest.hexdigest() != saved.hash:
+        if hash_of(file) != saved.hash:
             return "has other content than was saved: its hash differs"
         # Hash right, and still read: a file may have been saved with something that the loader refuses.
         load_tensors(file)

@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from ds_fp8.graphs.host_checkpoints import keep_on_host
 from ds_fp8.research import munit
 from ds_fp8.train import packed_attention
 from ds_fp8.train.adapters import add_adapters
+from ds_fp8.train.checkpoints import hashes_of
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 from ds_fp8.train.stored_model import (
@@ -39,6 +40,7 @@ from ds_fp8.train.stored_model import (
     load_stored_model,
     stored_config,
     stored_model,
+    weight_files,
 )
 
 _UNLISTED_KEYS = {"model_type", "architectures", "head_dim", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
@@ -66,6 +68,11 @@ def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> Pretr
     key = "data.tokenizer" if stage.model.config is None else "model.config.vocab_size"
     check_embeddings(tokenizer, config.vocab_size, key)
     return config
+
+
+def files_of_base(stage: Stage) -> dict[str, str]:
+    """Return the hashes of the files that a stage with adapters reads its frozen weights from, by name."""
+    return hashes_of(weight_files(_source(stage))) if stage.train.lora and stage.model.config is None else {}
 
 
 def parameters_to_train(stage: Stage, model: torch.nn.Module) -> list[Any]:
@@ -114,11 +121,42 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
             # Buffers are not sharded; every rank keeps them whole, with the first rank's numbers.
             setattr(module, name, buffer.to(device, dtypes[f"{prefix}.{name}".lstrip(".")]))
             dist.broadcast(getattr(module, name), 0)
-    # An iterator: the memory of a parameter is made when zero.Init asks for it, and is a shard before the next one is.
-    parameters = _with_memory(model, device, dtypes) if received else iter(_in_order(model))
-    # A copy: DeepSpeed changes the dictionary that it is given.
-    deepspeed.zero.Init(module=_OneByOne(parameters), config_dict_or_path=copy.deepcopy(stage.raw))
+
+    def memory(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
+        # Uninitialised: zero.Init broadcasts the first rank's numbers into it.
+        return torch.empty_like(empty, device=device, dtype=dtypes[name])
+
+    fp8 = stage.fp8
+    on_host = stage.train.lora is not None and fp8.enabled and fp8.param_gather.format != "bf16"
+    shard_one_by_one(model, stage.raw, on_host, memory if received else None)
     return model
+
+
+def shard_one_by_one(
+    model: torch.nn.Module,
+    raw: Mapping[str, Any],
+    frozen_on_host: bool,
+    memory: Callable[[str, torch.nn.Parameter], torch.Tensor] | None = None,
+) -> None:
+    """Shard the parameters of a model over the ranks, each before there is memory for the next. Collective.
+
+    Args:
+        model: Has its parameters, or empty ones.
+        raw: DeepSpeed's configuration.
+        frozen_on_host: Where FP8 codes take the place of frozen weights on the device. `ds_fp8.initialize` fetches
+            those that stay in BF16.
+        memory: Makes the data of an empty parameter, given its name; all ranks get the first one's numbers.
+    """
+    for trained in (False, True):
+        chosen = [parameter for parameter in _in_order(model) if parameter.requires_grad is trained]
+        if chosen:
+            deepspeed.zero.Init(
+                module=_OneByOne(iter(chosen) if memory is None else _with_memory(model, chosen, memory)),
+                # Two of them: the optimizer takes what it trains from where it finds it.
+                remote_device="cpu" if frozen_on_host and not trained else None,
+                # A copy: DeepSpeed changes the dictionary that it is given.
+                config_dict_or_path=copy.deepcopy(raw),
+            )
 
 
 class _OneByOne(torch.nn.Module):
@@ -144,17 +182,19 @@ def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for named in everything for name, tensor in named}
 
 
-def _with_memory(model: torch.nn.Module, device: str, dtypes: dict[str, torch.dtype]) -> Iterator[torch.nn.Parameter]:
-    """Give each parameter of an empty model memory when its turn comes, wherever the model uses it."""
+def _with_memory(
+    model: torch.nn.Module,
+    parameters: list[torch.nn.Parameter],
+    memory: Callable[[str, torch.nn.Parameter], torch.Tensor],
+) -> Iterator[torch.nn.Parameter]:
+    """Give parameters of an empty model memory, each when its turn comes, wherever the model uses it."""
     places = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             places[parameter].append((module, name))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for empty in _in_order(model):
-        # Uninitialised: zero.Init broadcasts the first rank's numbers into it.
-        data = torch.empty_like(empty, device=device, dtype=dtypes[names[empty]])
-        parameter = torch.nn.Parameter(data, empty.requires_grad)
+    for empty in parameters:
+        parameter = torch.nn.Parameter(memory(names[empty], empty), empty.requires_grad)
         for module, name in places[empty]:
             module.register_parameter(name, parameter)
         yield parameter

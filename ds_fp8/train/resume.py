@@ -111,8 +111,22 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
         if problems := [problem for part in found for problem in part]:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise _damaged(state.checkpoint, problems[0] + more, "train.run_dir" if state.step else "train.resume")
+        _check_base(stage, state.checkpoint)
         say(f"checkpoint {state.checkpoint.name}: all as it was saved ({time.monotonic() - started:.1f} s)")
     return state
+
+
+def _check_base(stage: Stage, checkpoint: Path) -> None:
+    """Refuse a checkpoint without frozen weights where the files that these are read from are not as they were."""
+    base = Manifest.read(checkpoint).base
+    changed = sorted(name for name, digest in base.items() if stage.base.get(name) != digest)
+    if changed or (base and stage.base.keys() - base.keys()):
+        raise UserError(
+            f"{checkpoint} holds adapters alone, and the weights that they were trained beside have changed "
+            f"({', '.join(changed[:3]) or 'there are more files'})",
+            key="train.init_from" if stage.train.init_from else "model.path",
+            remedy="restore the model's files, or choose another train.run_dir",
+        )
 
 
 def _newest(run_dir: Path, key: str) -> tuple[Path, Manifest] | None:
@@ -199,7 +213,12 @@ def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> No
     with tensors_only(folder):
         # Without a file of optimizer states a rank (ZeRO stage 0) every rank loads the same, however many there are.
         if not state.other_shards or not any(folder.glob("*_optim_states.pt")):
-            loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=own)
+            loaded, _ = engine.load_checkpoint(
+                str(folder.parent),
+                tag=folder.name,
+                load_module_strict=not stage.base,  # frozen weights are in no checkpoint
+                load_lr_scheduler_states=own,
+            )
         else:
             loaded = load_on_other_ranks(engine, folder, stage.run_dir / CHECKPOINTS, with_schedule=own)
     if loaded is None:

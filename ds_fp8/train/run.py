@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,7 +40,7 @@ from ds_fp8.train.adapters import with_adapters_merged
 from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.loop import TrainingLoop
 from ds_fp8.train.metrics import MetricsLog, TokeniserProgress, read_metrics, summarise
-from ds_fp8.train.model import build_sharded_model, load_model_config, parameters_to_train
+from ds_fp8.train.model import build_sharded_model, files_of_base, load_model_config, parameters_to_train
 from ds_fp8.train.processes import Interrupt, Interrupted
 from ds_fp8.train.run_folder import (
     ADAPTER,
@@ -89,6 +90,7 @@ def train(stage: Stage) -> dict[str, Any]:
             key="data.path",
             remedy="give every host the same files; what was prepared earlier from others lies in DS_FP8_CACHE",
         )
+        stage = replace(stage, base=processes.on_first_rank(lambda: files_of_base(stage)))
         model = build_sharded_model(stage, config)
         # Taken last, and held to the end: what comes before writes nothing into the run folder.
         with only_run_in(stage.run_dir, logger.info):

@@ -129,7 +129,8 @@ class CheckpointWriter:
         """
         self.finish()
         # Tensors in here are the ones in use. Written at once below, or copied first: the next step changes them.
-        files = checkpoint_files(self._engine, f"step_{state.step}", {"step": state.step})
+        tag = f"step_{state.step}"
+        files = checkpoint_files(self._engine, tag, {"step": state.step}, without_frozen=bool(self._stage.base))
         files[checkpoints.random_file(self._rank)] = random_states()
         if self._copies is None:
             self._write(files, state, losses)
@@ -174,7 +175,7 @@ class CheckpointWriter:
             of_all = {name: saved for mine in written for name, saved in mine.items()}
             manifest = Manifest(
                 state.step, self._stage.world, self._stage.global_batch, state.data_step, state.losses,
-                self._stage.raw, versions(), of_all, state.data or [],
+                self._stage.raw, versions(), of_all, state.data or [], dict(self._stage.base),
             )  # fmt: skip
             self._on_every_rank(lambda: self._rank or manifest.write(part))
             self._on_every_rank(lambda: self._read_back(part))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -245,6 +245,8 @@ class Stage:
     global_batch: int
     micro_batch: int
     accumulation: int
+    base: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the files of frozen weights, by name: checkpoints hold none of these weights."""
 
     @property
     def raw(self) -> dict[str, Any]:

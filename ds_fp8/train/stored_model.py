@@ -155,7 +155,7 @@ def load_with_codes(
     """Return the same with its FP8 weights as they are stored, by name, while `opened` holds their files open."""
     options = {"dtype": torch.bfloat16, "output_loading_info": True, **options}
     try:
-        files = _weight_files(source)
+        files = weight_files(source)
         tensors = stored_tensors(files, quantization_of(source), source.key, opened)
         if tensors is None:
             if not files and os.path.isdir(source.path):
@@ -185,7 +185,8 @@ def load_with_codes(
     return model, {name: tensor for name, tensor in (tensors or {}).items() if isinstance(tensor, Codes)}
 
 
-def _weight_files(source: ModelSource) -> list[Path]:
+def weight_files(source: ModelSource) -> list[Path]:
+    """Return the safetensors files of a stored model, fetched from the hub; empty where it has other files."""
     index, single = _file(source, SAFE_WEIGHTS_INDEX_NAME), _file(source, SAFE_WEIGHTS_NAME)
     if single is not None or index is None:
         return [] if single is None else [single]

@@ -134,6 +134,11 @@ class ShardedWeights:
         weight = self.of(parameter)
         return weight is not None and weight.in_fp8
 
+    def on_host(self, parameter: nn.Parameter) -> bool:
+        """Return whether the BF16 shard of this parameter waits on the host while its codes are used."""
+        weight = self.of(parameter)
+        return weight is not None and weight.on_host
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of this rank's FP8 shards, and of scales and outlier channels' residuals of all weights."""
@@ -417,6 +422,8 @@ class ShardedWeights:
                 weight.need_no_bf16()
         self._move_frozen_to_host()
         self.drop_bf16()
+        if self.codes.is_cuda:
+            torch.cuda.empty_cache()  # of blocks as large as the model, which activations would leave in pieces
 
     def _move_frozen_to_host(self) -> None:
         for weight in self:

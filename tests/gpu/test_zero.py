@@ -14,7 +14,7 @@ from ds_fp8.zero.cast_set import make_shard_cast
 from ds_fp8.zero.gradients import sum_rows, sum_rows_reference
 from ds_fp8.zero.reduce import pack, pack_reference
 from ds_fp8.zero.weight import ReferenceShardCast
-from tests.zero import models, test_one_rank
+from tests.zero import models, test_frozen_weights, test_one_rank
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
 from tests.zero.test_gradient_reduce import OPTIONS
 from tests.zero.test_gradient_wire import laid_out
@@ -236,3 +236,9 @@ def test_one_rank_sends_and_copies_nothing(gpu_ranks):
     for left_out in (False, True):
         assert gpu_ranks(1, test_one_rank.gathered_over_a_step, left_out)[0] == (True, None if left_out else False)
     assert gpu_ranks(1, test_one_rank.fetched_over_a_step) == [True]
+
+
+def test_frozen_weights_may_be_sharded_into_host_memory(gpu_ranks):
+    whole, on_host = (gpu_ranks(1, test_frozen_weights.with_adapters, where) for where in (False, True))
+    assert whole == on_host
+    assert on_host[0][1] == [{"cpu"}, {"cuda"}]

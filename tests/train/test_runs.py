@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -159,6 +158,10 @@ def token_mean_loss(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]])
 
 
 def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ranks, tmp_path, cache_home):
+    stage = load_stage(write(tiny))
+    base = build_model(stage, load_model_config(stage, build_tokenizer(stage.data)))
+    base.save_pretrained(tmp_path / "base")
+    tiny["model"] = {"path": str(tmp_path / "base")}
     tiny["train"] |= {"lora": {"r": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj", "down_proj"]}, "save_every": 2}
     tiny["optimizer"]["params"]["lr"] = 1e-2
     file, run_dir = write(tiny), tmp_path / "parts"
@@ -166,9 +169,6 @@ def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ran
     assert (run_dir / "adapter" / "adapter_config.json").is_file()
     for folder in (run_dir, tmp_path / "whole"):
         ranks(2, train_on_these_ranks, file, folder, 4, str(cache_home))
-    stage = load_stage(file)
-    stage = replace(stage, train=stage.train.model_copy(update={"lora": None}))
-    base = build_model(stage, load_model_config(stage, build_tokenizer(stage.data)))
     names = base.state_dict().keys()
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "model").eval()
     adapted = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
@@ -188,6 +188,15 @@ def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ran
     assert result["final_loss"] < result["first_validation_loss"]
     with pytest.raises(UserError, match=r"train\.lora\.r = 4, not 8"):
         inspect_run(load_stage(file, [f"train.run_dir={run_dir}", "train.lora.r=8"], world=2))
+
+    trained = sum(tensor.numel() for tensor in of_runs[0].values())
+    saved = sum(part.stat().st_size for part in (run_dir / "checkpoints" / "step_4").glob("*states.pt"))
+    assert saved < 20 * trained + 2**17 < sum(tensor.nbytes for tensor in base.state_dict().values())
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    refused = "the weights that they were trained beside have changed \\(model.safetensors\\)"
+    with pytest.raises(Exception, match=refused):
+        ranks(2, train_on_these_ranks, file, run_dir, 6, str(cache_home))
 
 
 @pytest.mark.parametrize(

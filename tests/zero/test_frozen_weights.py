@@ -11,6 +11,7 @@ import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.train.model import shard_one_by_one
 from ds_fp8.zero.weight import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
@@ -81,6 +82,34 @@ def test_a_step_of_lora_sends_adapters_and_no_weights(ranks):
         assert sent == kept
         assert 1 < share < 1.1
         assert cast == 0
+
+
+def with_adapters(frozen_on_host):
+    """Losses of a model with adapters that is sharded one by one; where the BF16 shards lie of what is frozen."""
+    import ds_fp8
+
+    torch.manual_seed(0)
+    model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, target_modules="all-linear")).bfloat16()
+    config = models.config(SECTION, stage3_param_persistence_threshold=2000)
+    shard_one_by_one(model, config, frozen_on_host)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
+    losses = []
+    for step in range(3):
+        tokens = models.batch(step, dist.get_rank())
+        losses.append(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        engine.backward(losses[-1])
+        engine.step()
+    frozen = [p for p in engine.module.parameters() if not p.requires_grad]
+    assert {p.device.type for p in frozen} == {engine.device.type}
+    places = [
+        {p.ds_tensor.device.type for p in frozen if engine.fp8.weights.on_host(p) is coded} for coded in (True, False)
+    ]
+    return [loss.item() for loss in losses], places
+
+
+def test_frozen_weights_may_be_sharded_into_host_memory(ranks):
+    assert ranks(2, with_adapters, True) == ranks(2, with_adapters, False)
 
 
 def casts_of_steps():

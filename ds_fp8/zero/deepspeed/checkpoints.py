@@ -66,7 +66,9 @@ class _Collector(CheckpointEngine):
         return self._stock.is_data_parallel_writer(dp_rank)
 
 
-def checkpoint_files(engine: deepspeed.DeepSpeedEngine, tag: str, client_state: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_files(
+    engine: deepspeed.DeepSpeedEngine, tag: str, client_state: dict[str, Any], without_frozen: bool = False
+) -> dict[str, Any]:
     """Return the contents of engine.save_checkpoint's files on this rank, by name. Nothing is written. Collective.
 
     Tensors are those in use: copy or write them before the next step.
@@ -76,7 +78,9 @@ def checkpoint_files(engine: deepspeed.DeepSpeedEngine, tag: str, client_state: 
     # It would write a file into a folder that does not exist.
     engine._copy_recovery_script = lambda folder: None
     try:
-        engine.save_checkpoint("checkpoint", tag=tag, client_state=client_state, save_latest=False)
+        engine.save_checkpoint(
+            "checkpoint", tag, client_state, save_latest=False, exclude_frozen_parameters=without_frozen
+        )
         return engine.checkpoint_engine.files
     finally:
         engine.checkpoint_engine = stock

@@ -171,6 +171,13 @@ def put_bf16_shard(parameter: torch.nn.Parameter, data: torch.Tensor) -> None:
     parameter.ds_tensor.data = data
 
 
+def fetch_from_host(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Move the shards of frozen parameters that zero.Init has left on the host to the device that gathers them."""
+    for parameter in filter(is_zero_parameter, parameters):
+        if not is_trained(parameter) and parameter.ds_tensor.device != parameter.device:
+            parameter.ds_tensor.data = parameter.ds_tensor.to(parameter.device)
+
+
 def order(parameter: torch.nn.Parameter) -> int:
     """Return a number that sorts parameters alike on all ranks."""
     return parameter.ds_id

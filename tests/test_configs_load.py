@@ -157,6 +157,19 @@ def test_sft_packs_64_chats_a_step_by_tokens_for_5_epochs(family, name):
     assert {key for key in first if first[key] != second[key]} == {"data", "train"}
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "gib", "parameters"),
+    [("infir2_7b/lora", 1, 28.0, 7.656e9), ("llama3.1_70b/lora_two_gpus", 2, 46.7, 70.76e9)],
+)
+def test_adapters_fit_on_the_gpus_that_the_table_names(name, gpus, gib, parameters):
+    file = FOLDER / f"{name}.json"
+    found = estimate(with_known_model(read_json(file), file), gpus=gpus)
+    assert f"{gib} GiB" in next(line for line in (FOLDER / "README.md").read_text().splitlines() if f"`{name}" in line)
+    assert found.device_bytes / 2**30 == pytest.approx(gib, abs=0.05)
+    assert found.device_bytes < 0.95 * gpu_of("h100").bytes
+    assert found.workload.model.numel == pytest.approx(parameters, rel=1e-3)
+
+
 def test_the_table_has_every_small_model():
     assert {row[0] for row in ROW.findall((FOLDER / "README.md").read_text())} == set(SMALL)
 

@@ -21,9 +21,10 @@ reducing in BF16), infir2/graph-auto or infir2/fp8-attention (all names: step_va
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training.
 
-The model is Qwen2-like, or Qwen3-MoE-like for sizes of mixtures, with random weights of seed 0, made on the GPU. Tokens
-are synthetic (a noisy counter, quickly learnt) or the bytes of --text FILE. Every variant of this library sees the same
-tokens in the same order.
+The model is Qwen2-like, or Qwen3-MoE-like for sizes of mixtures, with random weights of seed 0, made on the GPU; those
+of 32b and 70b one by one (--one-by-one), each sharded before the next, frozen ones of FP8 variants into host memory.
+Tokens are synthetic (a noisy counter, quickly learnt) or the bytes of --text FILE. Every variant of this library sees
+the same tokens in the same order.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ from zero_ranks import (
     join_ranks,
     leave_ranks,
     link,
+    sharded_model,
     slowest,
     synchronize,
     zero3_config,
@@ -64,27 +68,30 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = causal_lm_config(options.size, options.layers, options.vocabulary, options.length)
-    torch.manual_seed(0)
-    with torch.device(device()):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        if options.lora:
-            import peft
-
-            adapters = peft.LoraConfig(
-                r=options.lora,
-                lora_dropout=options.lora_dropout,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-            )
-            model = peft.get_peft_model(model, adapters).bfloat16()
-    if options.recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if (choices := plain_choices(variant)) is not None:
-        return PlainEngine(model, choices, 3e-4)
     ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.measure_every))
     ds_config["data_types"]["grad_accum_dtype"] = options.gradients
     if options.prefetch is not None:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
+
+    def adapted(model: Any) -> Any:
+        if not options.lora:
+            return model
+        import peft
+
+        shape = {"r": options.lora, "lora_dropout": options.lora_dropout, "target_modules": "all-linear"}
+        return peft.get_peft_model(model, peft.LoraConfig(**shape, task_type="CAUSAL_LM")).bfloat16()
+
+    torch.manual_seed(0)
+    choices = plain_choices(variant)
+    if options.one_by_one and choices is None:
+        model = sharded_model(config, ds_config, adapted, ds_config["fp8"].get("enabled", True))
+    else:
+        with torch.device(device()):
+            model = adapted(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    if options.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if choices is not None:
+        return PlainEngine(model, choices, 3e-4)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ds_fp8.initialize(model=model, model_parameters=trained, config=ds_config)[0]
 
@@ -144,8 +151,14 @@ def train_step(
 
 
 def measure_variant(variant: str, options: argparse.Namespace, batches: Batches) -> dict[str, Any]:
-    engine = engine_of(variant, options)
     on_gpu = device().type == "cuda"
+    began = time.perf_counter()
+    engine = engine_of(variant, options)
+    made = {
+        "seconds": time.perf_counter() - began,
+        "reserved_bytes": slowest(float(torch.cuda.max_memory_reserved() + allocated_bytes())) if on_gpu else None,
+        "host_bytes": slowest(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0),
+    }
     tokens = [batches(number) for number in range((options.steps + 1) * options.accumulation)]
     losses, intervals = [], Intervals()
     dist.barrier()
@@ -165,6 +178,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
     dist.all_reduce(curve)
     row = {
         "variant": variant,
+        "made": made,
         "gpus": dist.get_world_size(),
         "step_seconds": seconds,
         "tokens_per_second_per_gpu": options.sequences * options.length * options.accumulation / seconds,
@@ -194,7 +208,7 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
         f"x {options.accumulation} a GPU and step, {rows[0]['gpus']} ranks, link: {joined_by}",
         (
             *("variant", "ms", "tokens/s a GPU", f"/ {rows[0]['variant']}", "peak GiB", f"/ {rows[0]['variant']}"),
-            *("reserved", "gather MB", "grad MB", "first loss", "last loss"),
+            *("reserved", "made in s", "reserved GiB", "host GiB", "gather MB", "grad MB", "first loss", "last loss"),
         ),
         [
             (
@@ -205,6 +219,9 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
                 row["peak_bytes"] and row["peak_bytes"] / 2**30,
                 row["peak_bytes"] and row["peak_bytes"] / rows[0]["peak_bytes"],
                 row["reserved_bytes"] and row["reserved_bytes"] / 2**30,
+                row["made"]["seconds"],
+                row["made"]["reserved_bytes"] and row["made"]["reserved_bytes"] / 2**30,
+                row["made"]["host_bytes"] / 2**30,
                 row["sent_bytes"] and row["sent_bytes"]["all_gather_bytes"] / 1e6,
                 row["sent_bytes"] and row["sent_bytes"]["grad_bytes"] / 1e6,
                 f"{row['losses'][0]:.4f}",
@@ -221,7 +238,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--gpus", type=int, help="ranks on this host (default: all GPUs, 1 without)")
-    parser.add_argument("--size", help="8b, 7b, 1.5b, qwen3-30b, tiny-mixture (default 7b, --quick: tiny)")
+    parser.add_argument("--size", help="70b, 32b, 8b, 7b, 1.5b, qwen3-30b, tiny-mixture (default 7b, --quick: tiny)")
     parser.add_argument("--layers", type=int, help="decoder layers (default 8, --quick: 2)")
     parser.add_argument("--vocabulary", type=int, help="default 152064, --quick: 512")
     parser.add_argument("--variants", type=words, metavar="NAME,...", help="default bf16,infir2,infir2/bf16-wire")
@@ -236,6 +253,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--gradients", choices=["fp32", "bf16"], default="fp32", help="accumulator (default fp32)")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
+    parser.add_argument("--one-by-one", action="store_true", help="shard each weight before the next one is made")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train PEFT's adapters of this rank alone")
     parser.add_argument("--lora-dropout", type=float, default=0.0, metavar="P", help="of adapters (default 0)")
     parser.add_argument("--dpo", action="store_true", help="loss of DPO on pairs of sequences; needs --lora")
@@ -251,6 +269,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in (quick if options.quick else full).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    options.one_by_one = options.one_by_one or options.size in ("32b", "70b")
     options.variants = options.variants or ["bf16", "infir2", "infir2/bf16-wire"]
     if options.dpo and (not options.lora or options.sequences % 2):
         raise UserError("DPO needs adapters and pairs", key="--dpo", remedy="--lora 16 --sequences 2")
@@ -297,7 +316,7 @@ def measure_here(options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     names = ["size", "layers", "vocabulary", "sequences", "length", "accumulation"]
-    names += ["gradients", "recompute", "prefetch", "lora", "lora_dropout", "dpo", "deterministic"]
+    names += ["gradients", "recompute", "one_by_one", "prefetch", "lora", "lora_dropout", "dpo", "deterministic"]
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
 
 

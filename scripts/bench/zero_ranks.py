@@ -121,6 +121,32 @@ MIXTURES: dict[str, dict[str, Any]] = {
 """Mixtures of experts: Qwen3-30B-A3B, and one for any machine."""
 
 
+def sharded_model(config: Any, ds_config: dict[str, Any], adapt: Callable[[Any], Any], in_fp8: bool) -> Any:
+    """Return a causal language model of random weights, made and sharded one by one. Collective.
+
+    `adapt` freezes what is not trained. In FP8 the frozen weights wait on the host.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    from ds_fp8.train.model import shard_one_by_one
+
+    with init_empty_weights():
+        model = adapt(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+    def memory(name: str, empty: torch.nn.Parameter) -> torch.Tensor:
+        values = torch.empty(empty.shape, dtype=empty.dtype, device=device())
+        if empty.dim() == 1:
+            return values.fill_(float("norm" in name))
+        return values.zero_() if "lora_B" in name else values.normal_(0, 0.02)
+
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device()))
+    shard_one_by_one(model, ds_config, in_fp8, memory)
+    return model
+
+
 def causal_lm_config(size: str, layers: int, vocabulary: int, positions: int) -> Any:
     """Return the configuration of a Qwen2-like or Qwen3-MoE-like model of one of SIZES or MIXTURES."""
     from transformers import Qwen2Config, Qwen3MoeConfig

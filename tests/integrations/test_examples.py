@@ -35,7 +35,8 @@ def folder(tmp_path, monkeypatch):
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     small_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tiny")
     small_tokenizer().save_pretrained(tmp_path / "tiny")
-    (tmp_path / "text.txt").write_text("one two three four five six 0123456789 " * 400)
+    for name, times in (("text.txt", 400), ("short.txt", 200)):
+        (tmp_path / name).write_text("one two three four five six 0123456789 " * times)
     turns = [{"role": "user", "content": "after one"}, {"role": "assistant", "content": "two"}]
     rows = {
         "chats": {"messages": turns},
@@ -136,7 +137,7 @@ def test_plain_programs_train_and_leave_a_model(words, model, folder, ranks):
 def of_trainer(folder: Path):
     """Losses and start report of the program with Hugging Face's Trainer."""
     accelerate_on_cpus.enable()
-    with started(folder, "trainer.py", "tiny", "text.txt", "out", "--use_cpu"), installed():
+    with started(folder, "trainer.py", "tiny", "short.txt", "out", "--use_cpu"), installed():
         trainer = runpy.run_path("trainer.py", run_name="__main__")["trainer"]
         return history(trainer, "loss"), trainer.model_wrapped.fp8.report
 

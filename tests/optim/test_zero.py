@@ -15,7 +15,6 @@ from deepspeed.checkpoint.ds_to_universal import main
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_local_optimizer_state
 
 import ds_fp8
-from ds_fp8.config.errors import UserError
 from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, ROUNDING, numbers_of
 from tests.zero import models
 
@@ -287,24 +286,3 @@ def test_a_scheduler_of_the_given_optimizer_notices_the_steps(ranks):
     assert ranks(1, warnings_of_a_scheduler, True) == [([], 5e-4)]
     [(said, _)] = ranks(1, warnings_of_a_scheduler, False)
     assert len(said) == 1
-
-
-def what_initialize_says(ds_config, pass_optimizer):
-    net = models.Net().bfloat16()
-    given = torch.optim.SGD(net.parameters(), lr=0.1) if pass_optimizer else None
-    classes = [type(module) for module in net.modules()]
-    try:
-        ds_fp8.initialize(model=net, model_parameters=list(net.parameters()), optimizer=given, config=ds_config)
-    except UserError as error:
-        assert [type(module) for module in net.modules()] == classes  # refused before it is converted
-        return error.key, error.remedy
-    return None
-
-
-def test_mistakes_are_explained(ranks):
-    def said(changes=None, pass_optimizer=False, **zero):
-        return ranks(2, what_initialize_says, {**config(COAT, **zero), **(changes or {})}, pass_optimizer)[0]
-
-    assert said(pass_optimizer=True)[0] == "fp8.optimizer"
-    assert said({"optimizer": {"type": "Lamb", "params": {}}})[0] == "optimizer.type"
-    assert said(offload_optimizer={"device": "nvme"})[0] == "zero_optimization.offload_optimizer.device"

@@ -250,16 +250,3 @@ def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks, option
             for name in exact:
                 assert exact[name].any()
                 assert error(found[name], exact[name]) < 1.5 * error(plain[name], exact[name]) + MORE, name
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_recomputation_has_the_bits_and_the_masks_of_the_first_forward(ranks, dropout):
-    kept, *again = (
-        ranks(2, functools.partial(trained_adapters, {}, recompute, lora_dropout=dropout))
-        for recompute in (None, True, False)
-    )
-    for losses, gradients, report in again[0] + again[1]:
-        assert report["fused_layers"] == 2
-        assert losses in [rank[0] for rank in kept]
-        for found, expected in zip(gradients, kept[0][1], strict=True):
-            assert all(torch.equal(found[name], expected[name]) for name in expected)

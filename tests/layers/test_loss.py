@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 
-import deepspeed
 import pytest
 import torch
 from peft import CPTConfig, LoraConfig, get_peft_model
@@ -19,8 +18,6 @@ from ds_fp8.layers.head.loss import NO_LOGITS, FusedHead, fuse_loss, withholds_l
 from tests.layers.copies import assert_independent_copy, copied
 from tests.layers.losses import TOLERANCE, limit_chunks
 from tests.numerics import error
-from tests.zero.models import config as ds_config
-from tests.zero.models import take_step
 
 VOCABULARY = 61
 
@@ -343,42 +340,3 @@ def test_other_models_are_left_with_the_reason(reason):
     assert type(model) is before
     assert not any(isinstance(module, FusedHead) for module in model.modules())
     assert "Linear is not a model of transformers" in fuse_loss(torch.nn.Linear(3, 4)).description
-
-
-def zero_training(kind, tied, fused, bf16):
-    """Losses of six micro-batches in three steps, an evaluation loss, a greedy answer, and the head's weight."""
-    model = build(kind, tied=tied)
-    if bf16:
-        model = model.bfloat16()
-    if fused:
-        assert fuse_loss(model).fused
-    settings = ds_config() | {"bf16": {"enabled": bf16}, "gradient_accumulation_steps": 2}
-    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
-    inputs = batch()
-    inputs["input_ids"] = (inputs["input_ids"] + deepspeed.comm.get_rank()) % VOCABULARY
-    losses = []
-    for _ in range(6):
-        losses.append(take_step(engine, engine(**inputs, use_cache=False, num_items_in_batch=torch.tensor(11.0)).loss))
-    engine.eval()
-    with torch.no_grad():
-        losses.append(engine(**inputs, use_cache=False).loss.item())
-        answer = engine.module.generate(inputs["input_ids"][:1], max_new_tokens=3, do_sample=False, synced_gpus=True)
-    released = engine.module.lm_head.weight.numel() == 0
-    with deepspeed.zero.GatheredParameters([engine.module.lm_head.weight]):
-        return losses, answer, released, engine.module.lm_head.weight.detach().float().clone()
-
-
-@pytest.mark.parametrize(("tied", "bf16"), [(False, True), (True, False)])
-def test_zero_3_trains_alike(ranks, tied, bf16):
-    tolerance = TOLERANCE[torch.bfloat16 if bf16 else torch.float32]
-    results = zip(
-        ranks(2, zero_training, "qwen2", tied, True, bf16),
-        ranks(2, zero_training, "qwen2", tied, False, bf16),
-        strict=True,
-    )
-    for (losses, answer, released, weight), (plain_losses, plain_answer, _, plain_weight) in results:
-        assert released, "the head's weight must have been partitioned for this test to mean something"
-        assert losses[4] < losses[0]
-        assert losses == pytest.approx(plain_losses, rel=tolerance)
-        assert error(weight, plain_weight) < tolerance
-        assert bf16 or torch.equal(answer, plain_answer)

@@ -228,21 +228,6 @@ def test_a_plan_runs_nothing(call, folder, capsys, grid):
     assert not (folder / "planned").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ({"grid": {"fp8.presett": ["infir2"]}}, "presett"),
-        ({"grid": {"train.seed": list(range(10_000))}}, "10,000 points"),
-    ],
-)
-def test_mistakes_end_before_the_first_run(call, folder, content, says):
-    (folder / "wrong.json").write_text(json.dumps(content))
-    with pytest.raises(UserError) as error:
-        call("sweep", "--sweep", "wrong.json", "--output", "never")
-    assert says in str(error.value)
-    assert not (folder / "never" / "points").exists()
-
-
 def test_the_estimate_as_json(call, capsys):
     assert call("estimate", "--gpus", "2", "--memory", "80", "--json") == 0
     output = capsys.readouterr().out

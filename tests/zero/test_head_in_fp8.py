@@ -39,9 +39,11 @@ def test_a_head_in_fp8_trains_as_one_in_bf16(ranks, tied):
     assert in_fp8[0][-1] < in_fp8[0][0]
 
 
-def test_the_fused_loss_without_fp8(ranks):
-    own, fused = (ranks(2, training, {"enabled": False, **loss})[0] for loss in ({}, {"loss": "fused"}))
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_fused_loss_without_fp8(ranks, tied):
+    own, fused = (ranks(2, training, {"enabled": False, **loss}, tied)[0] for loss in ({}, {"loss": "fused"}))
     assert (own[3], fused[3]) == (False, True)
+    assert fused[1], "the head's weight must have been partitioned for this test to mean something"
     assert fused[0] == pytest.approx(own[0], rel=2e-3)
 
 

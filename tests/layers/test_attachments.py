@@ -177,49 +177,34 @@ def test_a_forward_of_liger_on_the_instance_is_not_reported_as_fused():
     assert len(fusion.left) == 4
 
 
-class Adapters:
-    """An engine around a model whose adapters learn. `section`: None for BF16."""
-
-    def __init__(self, section, recompute=None, converted_before=False, **options):
-        model = causal_lm("llama")
-        if section is not None:
-            section = {"linear": {"backend": "reference"}, "monitor": {"every": 0}, **section}
-        if converted_before:
-            ds_fp8.convert(model, parse_fp8({"fp8": section}))
-        torch.manual_seed(1)
-        options = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
-        model = get_peft_model(model, LoraConfig(**options))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.05)
-        if recompute is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": recompute})
-            model.enable_input_require_grads()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        config = models.config(section, stage3_param_persistence_threshold=0)
-        self.engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
-        assert not any("base_layer" in n and p.requires_grad for n, p in self.engine.module.named_parameters())
-
-    def steps(self, start=0, stop=3):
-        """(losses, and for every step the whole gradients by name)."""
-        losses, gradients = [], []
-        for step in range(start, stop):
-            torch.manual_seed(step)
-            ids = torch.roll(tokens(), step) + torch.distributed.get_rank()
-            loss = self.engine(input_ids=ids, labels=ids, use_cache=False).loss
-            self.engine.backward(loss)
-            named = [(name, p) for name, p in self.engine.module.named_parameters() if p.requires_grad]
-            gradients.append({name: safe_get_full_grad(p).clone() for name, p in named})
-            self.engine.step()
-            losses.append(loss.item())
-        return losses, gradients
-
-
-def trained_adapters(*args, **options):
-    adapters = Adapters(*args, **options)
-    losses, gradients = adapters.steps()
-    report = adapters.engine.fp8.report
-    adapters.engine.destroy()
+def trained_adapters(section, converted_before=False, **options):
+    """(losses of three steps, for every step the whole gradients by name, the report); section: None for BF16."""
+    model = causal_lm("llama")
+    if section is not None:
+        section = {"linear": {"backend": "reference"}, "monitor": {"every": 0}, **section}
+    if converted_before:
+        ds_fp8.convert(model, parse_fp8({"fp8": section}))
+    torch.manual_seed(1)
+    options = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    model = get_peft_model(model, LoraConfig(**options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = models.config(section, stage3_param_persistence_threshold=0)
+    engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
+    assert not any("base_layer" in n and p.requires_grad for n, p in engine.module.named_parameters())
+    losses, gradients = [], []
+    for step in range(3):
+        ids = torch.roll(tokens(), step) + torch.distributed.get_rank()
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+        gradients.append({name: safe_get_full_grad(p).clone() for name, p in named})
+        engine.step()
+        losses.append(loss.item())
+    report = engine.fp8.report
+    engine.destroy()
     return losses, gradients, report
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from ds_fp8.research import munit
 from ds_fp8.train import load_stage, packed_attention, train
 from ds_fp8.train.evaluation import validation_loss
 from ds_fp8.train.model import build_model, load_model_config
-from tests.corpus import TOKENIZER
 
 MANY = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
 """As DeepSpeed's defaults: weights stay gathered from one forward to the next."""
@@ -55,40 +53,6 @@ def trained_and_loaded(file, cache):
     )
     data = build_data(stage.data, build_tokenizer(stage.data))
     return validation_loss(_alone(model), stage, data.validation, stage.train.eval_batches, lambda: None)
-
-
-def label_tokens_seen(file, cache):
-    """The label tokens of every batch that a validation of the stage reads."""
-    stage, seen = load_stage(file), []
-
-    class Listening(torch.nn.Module):
-        module, device = torch.nn.Linear(1, 1), torch.device("cpu")
-
-        def forward(self, labels, **batch):
-            seen.append(set(labels.flatten().tolist()) - {-100})
-            return SimpleNamespace(loss=torch.zeros(()))
-
-    tokenizer = build_tokenizer(stage.data)
-    validation_loss(Listening(), stage, build_data(stage.data, tokenizer).validation, 2, lambda: None)
-    return seen, [set(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("1 1", "2 2")]
-
-
-def test_a_validation_reads_every_source_of_a_mixture(tiny, write, ranks, tmp_path, cache_home):
-    for name in ("1", "2"):
-        text = f"{name} " * 40
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(40)))
-    sources = [{"path": str(tmp_path / "1.jsonl"), "weight": 3}, {"path": str(tmp_path / "2.jsonl"), "weight": 1}]
-    tiny["data"] = {
-        "tokenizer": TOKENIZER,
-        "sources": sources,
-        "sequence_length": 64,
-        "validation_fraction": 0.5,
-        "overlong": "cut",
-    }
-    batches, (first, second) = ranks(1, label_tokens_seen, write(tiny), cache_home)[0]
-    assert len(batches) == 2
-    assert all(batch & first for batch in batches)
-    assert any(batch & second for batch in batches)
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json():

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -71,29 +72,27 @@ deep_gemm.scaled_matmul(*operands(512, 256, 128), torch.bfloat16)
 """
 
 
-def start():
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], start_new_session=True)
-
-
-def test_one_process_of_a_host_compiles_and_the_others_wait(deep_gemm_library, monkeypatch):
-    monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "3")
-    processes = [start() for _ in range(2)]
-    assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    assert len(deep_gemm_library.compiled) == 1
-
-
-def test_a_killed_process_leaves_no_lock(deep_gemm_library, monkeypatch):
-    monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "300")
-    process, deadline = start(), time.monotonic() + 100
+@pytest.mark.parametrize("killed", [False, True])
+def test_others_wait_for_the_process_that_compiles_until_it_ends(deep_gemm_library, monkeypatch, killed):
+    monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "300" if killed else "4")
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], start_new_session=True)
+    deadline = time.monotonic() + 100
     while not deep_gemm_library.compiled:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
     monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "0")
-    multiply(512, 256, 128)
-    assert len(deep_gemm_library.compiled) == 2
+    waiting = threading.Thread(target=multiply, args=(512, 256, 128))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    assert len(deep_gemm_library.compiled) == 1
+    if killed:
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(100) == (-signal.SIGKILL if killed else 0)
+    waiting.join(100)
+    assert not waiting.is_alive()
+    assert len(deep_gemm_library.compiled) == 1 + killed
 
 
 # Few, because each compiles kernels of its own: scales of one row, of one column, and of rows that are padded.

@@ -10,7 +10,6 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.train import packed_attention
 from tests.engine.graphs_in_python import Graphs
 from tests.layers.hugging_face import causal_lm
-from tests.ranks import RankPool
 from tests.zero import models
 
 RANKS, LENGTH = 2, 128
@@ -51,14 +50,6 @@ def trained(attention, attention_format, rows, graphs):
     return result
 
 
-@pytest.fixture
-def own_ranks():
-    """Two ranks of the test's own: DeepSpeed's groups of sequence parallelism stay with a process."""
-    pool = RankPool(RANKS)
-    yield pool.run
-    pool.close()
-
-
 ONE, TWO, HALVES = [LENGTH], [80, 48], [64, 64]
 """Tokens of the documents of a row. The second of two begins on the second rank, between its tokens or with them."""
 CAPTURED = ["eager", "eager", "captured for 0", "checked", "eager"]
@@ -66,10 +57,10 @@ CAPTURED = ["eager", "eager", "captured for 0", "checked", "eager"]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
 @pytest.mark.parametrize(("attention", "number_format"), [("sdpa", "bf16"), ("packed", "e4m3")])
-def test_rows_of_one_document_are_replayed(own_ranks, attention, number_format):
+def test_rows_of_one_document_are_replayed(new_ranks, attention, number_format):
     arguments = attention, number_format, [ONE] * 6
-    eager = own_ranks(trained, *arguments, False)
-    graphs = own_ranks(trained, *arguments, True)
+    eager = new_ranks(RANKS, trained, *arguments, False)
+    graphs = new_ranks(RANKS, trained, *arguments, True)
     for (losses, sent, log, _), (wanted, wanted_bytes, _, _) in zip(graphs, eager, strict=True):
         assert log == [*CAPTURED, "replayed for 0", "checked", "eager", "replayed for 0"]
         assert losses == wanted
@@ -78,10 +69,10 @@ def test_rows_of_one_document_are_replayed(own_ranks, attention, number_format):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
-def test_rows_of_several_documents_are_launched_by_python(own_ranks):
+def test_rows_of_several_documents_are_launched_by_python(new_ranks):
     arguments = "packed", "e4m3", [ONE, ONE, ONE, TWO, ONE, HALVES]
-    eager = own_ranks(trained, *arguments, False)
-    graphs = own_ranks(trained, *arguments, True)
+    eager = new_ranks(RANKS, trained, *arguments, False)
+    graphs = new_ranks(RANKS, trained, *arguments, True)
     for (losses, sent, log, _), (wanted, wanted_bytes, _, _) in zip(graphs, eager, strict=True):
         assert log == [*CAPTURED, "eager", "replayed for 0", "eager"]
         assert losses == wanted

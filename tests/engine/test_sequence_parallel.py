@@ -16,7 +16,6 @@ from ds_fp8.engine.sequence_parallel import check_layers, check_rotation, sequen
 from ds_fp8.layers.attention import documents
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
-from tests.ranks import RankPool
 from tests.zero import models
 
 RANKS = 2
@@ -101,37 +100,31 @@ def refusals(size, length):
     return said
 
 
-@pytest.fixture
-def own_ranks():
-    """Two ranks of the test's own: DeepSpeed's groups of sequence parallelism stay with a process."""
-    pool = RankPool(RANKS)
-    yield pool.run
-    pool.close()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
-def test_training_follows_one_rank_a_sequence(ranks, own_ranks):
-    whole, split = ranks(RANKS, losses, 1, 128, 4)[0], own_ranks(losses, RANKS, 128, 4)[0]
+def test_training_follows_one_rank_a_sequence(ranks, new_ranks):
+    whole, split = ranks(RANKS, losses, 1, 128, 4)[0], new_ranks(RANKS, losses, RANKS, 128, 4)[0]
     assert split == pytest.approx(whole, rel=2e-3)
     assert split[-1] < split[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
-def test_report_and_meter_know_of_the_exchange(own_ranks):
-    told, sent = own_ranks(report_and_meter, SECTION)[0]
+def test_report_and_meter_know_of_the_exchange(new_ranks):
+    told, sent = new_ranks(RANKS, report_and_meter, SECTION)[0]
     assert told.startswith("FP8 codes")
-    told_of_bf16, sent_in_bf16 = own_ranks(report_and_meter, {**SECTION, "attention": {"format": "bf16"}})[0]
+    told_of_bf16, sent_in_bf16 = new_ranks(RANKS, report_and_meter, {**SECTION, "attention": {"format": "bf16"}})[0]
     assert told_of_bf16 == "bf16"
     # Two layers, forward and backward, half of it to the other rank: q and the output of 4 heads, k and v of 2.
     assert sent_in_bf16 == 2 * 2 * 32 * (2 * 4 + 2 * 2) * 128 * 2 // 2
     # The sums of k and v over the tokens, in FP64, are as many for 64 tokens as for 128k.
     sums = 2 * 2 * 2 * 128 * 8
     assert 0.55 * sent_in_bf16 < sent - sums < 0.6 * sent_in_bf16
-    assert own_ranks(report_and_meter, {"enabled": False})[0][1] == sent_in_bf16
+    assert new_ranks(RANKS, report_and_meter, {"enabled": False})[0][1] == sent_in_bf16
 
 
-def test_what_cannot_be_shared_is_refused(own_ranks):
-    plain, odd, eager, some, all_layers, linear, dynamic, unnamed, loader, other = own_ranks(refusals, RANKS, 64)[0]
+def test_what_cannot_be_shared_is_refused(new_ranks):
+    plain, odd, eager, some, all_layers, linear, dynamic, unnamed, loader, other = new_ranks(
+        RANKS, refusals, RANKS, 64
+    )[0]
     assert "Sequential has none" in plain
     assert "3 heads, and 3 of keys and values, cannot be spread over 2 ranks" in odd
     assert "eager" in eager
@@ -156,8 +149,8 @@ def logits_of_the_second_document(size, changed):
     return found.detach().float()
 
 
-def test_no_document_of_a_packed_row_sees_another_by_sdpa(own_ranks):
-    one, other = (torch.cat(own_ranks(logits_of_the_second_document, RANKS, changed), 1) for changed in (0, 5))
+def test_no_document_of_a_packed_row_sees_another_by_sdpa(new_ranks):
+    one, other = (torch.cat(new_ranks(RANKS, logits_of_the_second_document, RANKS, changed), 1) for changed in (0, 5))
     assert torch.equal(one[:, 12:], other[:, 12:])
     assert not torch.equal(one[:, :12], other[:, :12])
 
@@ -225,10 +218,10 @@ def logits_by_rank(size, rope):
 
 
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])
-def test_ranks_rotate_slices_as_one_rotates_rows(ranks, own_ranks, kind):
+def test_ranks_rotate_slices_as_one_rotates_rows(ranks, new_ranks, kind):
     factors = {"short_factor": [4.0] * 32, "long_factor": [4.0] * 32} if kind == "longrope" else {}
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 20, **factors}
-    split = torch.cat(own_ranks(logits_by_rank, RANKS, rope), 1)
+    split = torch.cat(new_ranks(RANKS, logits_by_rank, RANKS, rope), 1)
     assert torch.equal(split, ranks(RANKS, logits_by_rank, 1, rope)[0])
 
 
@@ -249,8 +242,10 @@ def loss_of_two_rows(sizes):
 @pytest.mark.parametrize(
     "sizes", [{"train_batch_size": 2}, {"train_batch_size": 4, "gradient_accumulation_steps": 2}], ids=str
 )
-def test_rows_of_a_micro_batch_follow_from_those_of_a_step(own_ranks, sizes):
-    assert own_ranks(loss_of_two_rows, sizes) == own_ranks(loss_of_two_rows, {"train_micro_batch_size_per_gpu": 2})
+def test_rows_of_a_micro_batch_follow_from_those_of_a_step(new_ranks, sizes):
+    assert new_ranks(RANKS, loss_of_two_rows, sizes) == new_ranks(
+        RANKS, loss_of_two_rows, {"train_micro_batch_size_per_gpu": 2}
+    )
 
 
 def logits_of_the_last_engine(*sizes, attention):
@@ -270,10 +265,10 @@ def logits_of_the_last_engine(*sizes, attention):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are kernels, and NCCL")
 @pytest.mark.parametrize("attention", ["e4m3", "bf16"])
 @pytest.mark.parametrize("before", [1, RANKS])
-def test_a_model_whose_attention_an_engine_before_had_in_fp8(own_ranks, before, attention):
+def test_a_model_whose_attention_an_engine_before_had_in_fp8(new_ranks, before, attention):
     function = functools.partial(logits_of_the_last_engine, attention=attention)
-    found = own_ranks(function, before, RANKS)  # first: groups of ranks stay with the processes
-    for ours, alone in zip(found, own_ranks(function, RANKS), strict=True):
+    found = new_ranks(RANKS, function, before, RANKS)  # first: groups of ranks stay with the processes
+    for ours, alone in zip(found, new_ranks(RANKS, function, RANKS), strict=True):
         assert torch.equal(ours, alone)
 
 
@@ -290,9 +285,9 @@ def warned_of_positions(given, documents):
 
 
 @pytest.mark.parametrize(("given", "documents", "times"), [(True, 32, 0), (True, 12, 0), (True, 8, 0), (False, 32, 1)])
-def test_a_batch_without_positions_is_warned_of(own_ranks, given, documents, times):
+def test_a_batch_without_positions_is_warned_of(new_ranks, given, documents, times):
     """transformers fills in those of the slice, which are those of a row of two documents."""
-    for said in own_ranks(warned_of_positions, given, documents):
+    for said in new_ranks(RANKS, warned_of_positions, given, documents):
         assert len(said) == times
 
 

@@ -49,12 +49,7 @@ def test_train_says_what_loads_before_it_loads():
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout"),
-    [
-        ([], "fp8"),
-        (["fp8.preset=rowwise"], "compressed-tensors"),
-        (["fp8.enabled=false"], None),
-    ],
+    ("changes", "layout"), [([], "fp8"), (["fp8.preset=rowwise"], "compressed-tensors"), (["fp8.enabled=false"], None)]
 )
 def test_the_export_that_train_proposes_holds_the_weights(changes, layout):
     assert _served_layout(load_stage(config_file("quickstart/cpt.json"), changes, 2)) == layout

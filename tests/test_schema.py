@@ -97,11 +97,7 @@ def test_a_section_is_immutable():
 
 @pytest.mark.parametrize(
     ("key", "choices", "expected"),
-    [
-        ("formt", ["format", "scale"], 'Did you mean "format"?'),
-        ("zzz", ["b", "a"], "Known keys: a, b."),
-        ("a", [], ""),
-    ],
+    [("formt", ["format", "scale"], 'Did you mean "format"?'), ("zzz", ["b", "a"], "Known keys: a, b."), ("a", [], "")],
 )
 def test_nearest(key, choices, expected):
     assert nearest(key, choices) == expected

@@ -204,12 +204,7 @@ def test_the_input_is_left_alone_and_carries_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
-        ({"format": "e4m4"}, "e4m4"),
-        ({"granularity": "block"}, "block"),
-        ({"scale": "pow3"}, "pow3"),
-    ],
+    ("words", "wrong"), [({"format": "e4m4"}, "e4m4"), ({"granularity": "block"}, "block"), ({"scale": "pow3"}, "pow3")]
 )
 def test_an_unknown_word_is_named(words, wrong):
     with pytest.raises(ValueError, match=wrong):

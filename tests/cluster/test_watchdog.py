@@ -102,11 +102,7 @@ def one_fails_in(rank: int, collective: str, how: str, failing: int, own_program
         COLLECTIVES[collective](x, world)
 
 
-WAYS = {
-    "exception": "ValueError: a fault of the program",
-    "kill": "its process ",
-    "stop": "stopped by a signal",
-}
+WAYS = {"exception": "ValueError: a fault of the program", "kill": "its process ", "stop": "stopped by a signal"}
 SHORT = [("all_gather", "exception", False), ("all_reduce", "kill", False), ("all_reduce", "kill", True)]
 SHORT += [("barrier", "stop", True)]
 """Tested always; all others with the slow tests."""

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ds_fp8.data import IGNORED, PackedDataset
-from ds_fp8.data.rows import (
-    BLOCK,
-    budgeted_micro_batches,
-    local_micro_batches,
-    measured_rows,
-    plan_rows,
-    rows_of_step,
-)
+from ds_fp8.data.rows import BLOCK, budgeted_micro_batches, local_micro_batches, measured_rows, plan_rows, rows_of_step
 from ds_fp8.data.token_store import pack_batch
 from ds_fp8.train import packed_attention
 

@@ -93,15 +93,7 @@ def test_processes_that_come_together_share_one_store(tokenizer, tmp_path, monke
     assert all(content(store) == content(stores[0]) for store in stores)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        CHATS,
-        {"text_key": "content"},
-        {"add_eos": False},
-        {"add_bos": False},
-    ],
-)
+@pytest.mark.parametrize("change", [CHATS, {"text_key": "content"}, {"add_eos": False}, {"add_bos": False}])
 def test_what_tokens_depend_on_names_another_store(change, tokenizer, tmp_path):
     def folder(**keys):
         return store_folder(DataConfig(**{**DOCUMENTS, **keys}), tokenizer, tmp_path)

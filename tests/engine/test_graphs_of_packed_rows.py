@@ -52,8 +52,7 @@ def _keep(ctx, inputs, output):
 
 
 kernel.register_autograd(
-    lambda ctx, gradient: (*backward_kernel(gradient, *ctx.saved_tensors, ctx.scaling), None, None),
-    setup_context=_keep,
+    lambda ctx, gradient: (*backward_kernel(gradient, *ctx.saved_tensors, ctx.scaling), None, None), setup_context=_keep
 )
 
 

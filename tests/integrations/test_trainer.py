@@ -11,14 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import ds_fp8
 from ds_fp8.graphs import host_checkpoints
-from tests.integrations.programs import (
-    counting,
-    deepspeed_config,
-    history,
-    installed,
-    small_model,
-    training_arguments,
-)
+from tests.integrations.programs import counting, deepspeed_config, history, installed, small_model, training_arguments
 
 STEPS = 4
 

@@ -121,12 +121,7 @@ def attention(rows, heads, kv_heads, codes, kind="usual", implementation="packed
         documents.LONG = before
 
 
-SHAPES = [
-    (2, 1, 4, 4),
-    (2, 2, 4, 1),
-    (3, 2, 6, 3),
-    (4, 1, 8, 2),
-]
+SHAPES = [(2, 1, 4, 4), (2, 2, 4, 1), (3, 2, 6, 3), (4, 1, 8, 2)]
 """Ranks, rows, heads, heads of k and v."""
 
 

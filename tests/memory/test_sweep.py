@@ -238,10 +238,7 @@ def test_the_estimate_as_json(call, capsys):
         assert column["largest"]["micro_batch"] > 0
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [{"warmup": 30}, {"type": "wsd", "warmup": 7, "decay": 0.6}, {}],
-)
+@pytest.mark.parametrize("schedule", [{"warmup": 30}, {"type": "wsd", "warmup": 7, "decay": 0.6}, {}])
 def test_a_stage_that_counts_epochs_is_measured_with_its_schedule(folder, monkeypatch, schedule):
     raw = json.loads((folder / "stage.json").read_text())
     raw["train"] |= {"epochs": 3, "steps": None, "schedule": schedule}

@@ -19,12 +19,7 @@ from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, ROUNDING, numbers_of
 from tests.zero import models
 
 QUIET = {"monitor": {"every": 0}}
-KEPT = {
-    "coat": COAT,
-    "fishman": FISHMAN,
-    "fp8lm": FP8LM_O2,
-    "fp32": {"implementation": "ds_fp8"},
-}
+KEPT = {"coat": COAT, "fishman": FISHMAN, "fp8lm": FP8LM_O2, "fp32": {"implementation": "ds_fp8"}}
 LOSS = 0.01
 """Relative difference of losses after a few steps."""
 

@@ -79,11 +79,7 @@ def test_a_section_that_madam_does_not_take(params):
     assert caught.value.key == f"optimizer.params.{next(iter(params))}"
 
 
-LOGARITHMIC = {
-    "linear": {"weight": {"format": "log8"}},
-    "param_gather": {"format": "log8"},
-    "monitor": {"every": 0},
-}
+LOGARITHMIC = {"linear": {"weight": {"format": "log8"}}, "param_gather": {"format": "log8"}, "monitor": {"every": 0}}
 
 
 def trained_by_madam(folder):

@@ -96,10 +96,7 @@ def test_gradients_are_right_on_average():
     linear = fp8_linear(INPUTS, OUTPUTS, torch.float32, **section(of="fprop"))
     x, dy = operands()
     x_cast, x_clipped, w_cast, w_clipped, f = forward_operands(linear, x)
-    exact = [
-        ((dy.double() @ w_cast) * ~x_clipped) @ f.t(),
-        ((dy.double().t() @ x_cast) * ~w_clipped) @ f.t(),
-    ]
+    exact = [((dy.double() @ w_cast) * ~x_clipped) @ f.t(), ((dy.double().t() @ x_cast) * ~w_clipped) @ f.t()]
     draws = [results_of(linear, x, dy)[1:] for _ in range(200)]
     for expected, found in zip(exact, zip(*draws, strict=True), strict=True):
         found = torch.stack(found).double()

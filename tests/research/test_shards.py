@@ -19,10 +19,7 @@ SIZES = (128, 160)
 ROTATION = {"fprop": "in_features", "dgrad": "tokens", "wgrad": "tokens", "block": 32, "random": True}
 
 
-SECTIONS = {
-    "infir2": ({}, ROTATION),
-    "halo": ({"preset": "halo"}, {"block": 32}),
-}
+SECTIONS = {"infir2": ({}, ROTATION), "halo": ({"preset": "halo"}, {"block": 32})}
 
 
 def trained(fp8):

@@ -11,12 +11,7 @@ import ds_fp8
 from ds_fp8.cli import main
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.monitor.cast_monitor import TENSOR_CLASSES, CastFigures
-from ds_fp8.monitor.records import (
-    FIGURES,
-    health_curves,
-    health_record,
-    layers_in_bf16,
-)
+from ds_fp8.monitor.records import FIGURES, health_curves, health_record, layers_in_bf16
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.metrics import MetricsLog, read_metrics
 from tests.layers.hugging_face import causal_lm, tokens

@@ -26,10 +26,7 @@ def long_rows(tiny, folder, **changes):
 
 def test_a_stage_with_both_trains_as_one_without(tiny, write, tmp_path, cache_home, two):
     found = {}
-    for name, changes in {
-        "plain": {},
-        "both": {"recomputed": "offload", "tile": 128},
-    }.items():
+    for name, changes in {"plain": {}, "both": {"recomputed": "offload", "tile": 128}}.items():
         folder = tmp_path / name
         two(run, str(write(long_rows(tiny, folder, **changes), f"{name}.json")), str(cache_home))
         found[name] = losses(folder)

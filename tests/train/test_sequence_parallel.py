@@ -147,12 +147,7 @@ def refused(file, world):
         ({"model__attn_implementation": "sdpa"}, 2, "model.attn_implementation", "loses the mask"),
         ({"data__sequence_length": 63}, 2, "data.sequence_length", "rows of 63 tokens"),
         ({"zero_optimization__stage": 2, "fp8__enabled": False}, 2, "sequence_parallel_size", "ZeRO stage 3"),
-        (
-            {"sequence_parallel_size": 1, "data__tokens_per_gpu": 63},
-            1,
-            "data.tokens_per_gpu",
-            "into tokens_per_gpu 63",
-        ),
+        ({"sequence_parallel_size": 1, "data__tokens_per_gpu": 63}, 1, "data.tokens_per_gpu", "into tokens_per_gpu 63"),
         ({"data__tokens_per_gpu": 31}, 2, "data.tokens_per_gpu", "does not fit into tokens_per_gpu 31 over 2 GPUs"),
     ],
     ids=str,

@@ -17,12 +17,7 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.data import DataConfig, build_tokenizer, load_tokenizer
 from ds_fp8.export.folder import write_folder
 from ds_fp8.export.plan import make_plan
-from ds_fp8.train.stored_model import (
-    check_trainable,
-    load_stored_model,
-    stored_config,
-    stored_model,
-)
+from ds_fp8.train.stored_model import check_trainable, load_stored_model, stored_config, stored_model
 from tests.corpus import MAKE
 
 SHAPE = {

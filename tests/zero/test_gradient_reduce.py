@@ -15,10 +15,7 @@ from ds_fp8.zero.reduce import GROWTH, SMALLEST, AutomaticScale, Reduction
 TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}
 EMULATED = {"int8": 0.02, "e3m4": 0.025, "log8": 0.04, "e2m1": 0.2}
 SHAPES = [(131, 301), (64, 64), (61,), (3, 5), (4097, 1), (1, 5000), (128, 256)]
-OPTIONS = {
-    "nearest": {},
-    "tensor": {"scale": "tensor"},
-}
+OPTIONS = {"nearest": {}, "tensor": {"scale": "tensor"}}
 
 
 def reducer(nodes=None, **options):

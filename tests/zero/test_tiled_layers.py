@@ -57,9 +57,7 @@ def test_gradients_are_those_of_the_whole(ranks, world, recompute):
 
 
 @pytest.mark.parametrize(
-    "section",
-    [{}, pytest.param({"preset": "hybrid_fast"}, marks=pytest.mark.slow), {"preset": "precise"}],
-    ids=str,
+    "section", [{}, pytest.param({"preset": "hybrid_fast"}, marks=pytest.mark.slow), {"preset": "precise"}], ids=str
 )
 def test_gradients_that_travel_in_fp8(ranks, section):
     (losses, *_), _ = ranks(2, train, TILE, section)

@@ -108,12 +108,7 @@ def step_with_overflow(value, grad_reduce=None):
 
 @pytest.mark.parametrize(
     ("world", "value", "grad_reduce"),
-    [
-        (2, float("inf"), {}),
-        (2, float("nan"), {}),
-        (3, float("nan"), {}),
-        (2, float("inf"), {"scale": "tensor"}),
-    ],
+    [(2, float("inf"), {}), (2, float("nan"), {}), (3, float("nan"), {}), (2, float("inf"), {"scale": "tensor"})],
     ids=str,
 )
 def test_overflow_on_one_rank_skips_the_step_on_all(ranks, world, value, grad_reduce):

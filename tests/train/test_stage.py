@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage
@@ -23,14 +22,6 @@ def test_a_stage_holds_its_sections_and_batch(tiny, write):
     assert stage.train.steps == 12
     assert stage.fp8.enabled
     assert stage.data.sequence_length == 64
-
-
-@pytest.mark.parametrize("file", QUICKSTART, ids=lambda file: file.stem)
-def test_the_quickstart_loads_here_and_in_stock_deepspeed(file):
-    stage = load_stage(file)
-    config = DeepSpeedConfig(str(file))
-    assert config.zero_config.stage == 3
-    assert config.train_micro_batch_size_per_gpu == stage.micro_batch
 
 
 def test_there_are_three_quickstart_stages_each_starting_from_the_last():
@@ -65,7 +56,6 @@ def test_a_section_of_deepspeed_that_asks_for_nothing_is_no_mistake(tiny, write)
 # (override, key the error must name, words the screen must show)
 WRONG = [
     ("trian.steps=5", "trian", 'Did you mean "train"?'),
-    ("gradient_cliping=1.0", "gradient_cliping", 'Did you mean "gradient_clipping"?'),
     ("train.step=5", "train.step", 'Did you mean "steps"?'),
     ("train.schedule.warm_up=5", "train.schedule.warm_up", 'Did you mean "warmup"?'),
     ("model.confg={}", "model.confg", 'Did you mean "config"?'),
@@ -90,22 +80,13 @@ WRONG = [
     ("fp8.activations.mlp_tile_tokens=1000", "fp8.activations.mlp_tile_tokens", '"mlp_tile_tokens": 1024'),
     ("data.tokens_per_gpu=64", "train_micro_batch_size_per_gpu", "micro-batches by tokens"),
     ("train.run_dir=", "train.run_dir", "empty"),
-    ("zero_optimization.stage=7", "zero_optimization.stage", "7"),
     ("zero_optimization=3", "zero_optimization", "DeepSpeed"),
-    ("zero_optimization.reduce_scatter=false", "zero_optimization.reduce_scatter", "reduce_scatter"),
-    ("zero_optimization.zero_hpz_partition_size=2", "zero_optimization.zero_hpz_partition_size", "hpZ"),
-    ("zero_optimization.stage=2", "zero_optimization.stage", "stage"),
-    ('compile={"deepcompile": true}', "compile", "DeepCompile"),
     ("bf16.enabled=false", "bf16", "BF16"),
     ("optimizer.type=AdamX", "optimizer.type", "AdamX"),
-    ("optimizer.params.beta=0.9", "optimizer.params", "beta"),
     ('scheduler={"type": "WarmupLR"}', "scheduler", "train.schedule"),
     ("gradient_clipping=auto", "gradient_clipping", '"auto"'),
-    ("optimizer.params.betas=[0.9]", "optimizer.params.betas", "pair"),
-    ("optimizer.type=SGD", "optimizer.type", "zero_allow_untested_optimizer"),
     ("train.seed=-1", "train.seed", "greater than or equal to 0"),
     ("train.seed=99999999999", "train.seed", "less than"),
-    ("zero_optimization.zero_quantized_weights=true", "zero_optimization.zero_quantized_weights", "quantise"),
     ('csv_monitor={"enabled": true, "output_path": "/dev/null"}', "csv_monitor.output_path", "written"),
     ('tensorboard={"enabled": true, "job_name": "/dev/null/x"}', "tensorboard.output_path", "written"),
     ('comet={"enabled": true}', "comet.enabled", "not installed"),

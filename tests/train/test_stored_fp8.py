@@ -187,7 +187,14 @@ REFUSED = {  # what is wrong: method, changes of tensors, words of the error bes
     "scale of a weight that is none": (
         "fp8 by tensor", lambda t: t.update({DOWN: t[DOWN].bfloat16()}), f"{DOWN}_scale met no FP8 weight"),
     "second scale": ("fp8 by tensor", lambda t: t.update({f"{DOWN}_scale_2": torch.ones(1)}), "_scale_2 met no"),
-    "int4": ((ct("channel", num_bits=4), None, "_scale", "[N, 1]"), None, 'quantised with "compressed-tensors"'),
+    **{
+        f"compressed {change}": ((section, None, "_scale", "[N, 1]"), None, 'quantised with "compressed-tensors"')
+        for change, section in {
+            **{str(c): ct("channel", **c) for c in ({"num_bits": 4}, {"type": "int"}, {"symmetric": False})},
+            "by group": ct("group"),
+            "packed": ct("channel") | {"format": "pack-quantized"},
+        }.items()
+    },
     "nvfp4": ((modelopt("NVFP4"), None, "_scale", "()"), None, 'quantised with "modelopt NVFP4"'),
     "mixed": ((None, {"quant_algo": "MIXED_PRECISION"}, "_scale", "()"), None, "modelopt MIXED_PRECISION"),
     "gptq": (({"quant_method": "gptq", "bits": 4}, None, "_scale", "()"), None, 'quantised with "gptq"'),

@@ -85,21 +85,6 @@ def test_this_packages_own_export_is_a_start(layout, granularity, tmp_path):
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16"), expected)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"format": "pack-quantized"}, {"num_bits": 4}, {"type": "int"}, {"strategy": "group"}, {"symmetric": False}],
-)
-def test_other_quantised_weights_are_refused(changes, tmp_path):
-    export(tmp_path / "ct", small_model(), "compressed-tensors")
-    config = json.loads((tmp_path / "ct" / "config.json").read_text())
-    section = config["quantization_config"]
-    changed = section if "format" in changes else section["config_groups"]["group_0"]["weights"]
-    assert changed.keys() >= changes.keys()
-    changed.update(changes)
-    (tmp_path / "ct" / "config.json").write_text(json.dumps(config))
-    assert 'quantised with "compressed-tensors"' in str(refusal(tmp_path / "ct"))
-
-
 def store(folder: Path, max_shard_size: str = "300KB") -> Path:
     small_model().save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

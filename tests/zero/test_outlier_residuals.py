@@ -227,6 +227,32 @@ def test_a_stack_may_have_weights_that_stay_whole(ranks):
     assert losses == pytest.approx(sharded, rel=2e-3)
 
 
+def losses_of_a_stack_of_both(room):
+    """Losses of a model of whose q, k and v only q divides by three ranks, and how many weights have room."""
+    import ds_fp8
+
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 128}
+    model = causal_lm("qwen2", hidden_size=256, intermediate_size=384, **heads)
+    with pytest.MonkeyPatch.context() as patch:
+        if not room:
+            patch.setattr(ShardedWeight, "may_have_room", False)
+        engine = ds_fp8.initialize(
+            model=model, model_parameters=list(model.parameters()), config=models.config(SECTION)
+        )[0]
+    rows = tokens(2, 64)
+    losses = [models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss) for _ in range(3)]
+    layer = engine.module.model.layers[0]
+    weights = layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.up_proj
+    return losses, [engine.fp8.weights.of(linear.weight).has_room for linear in weights]
+
+
+def test_a_stack_may_have_weights_with_room_and_without(ranks):
+    losses, with_room = ranks(3, losses_of_a_stack_of_both, True)[0]
+    expected, without = ranks(3, losses_of_a_stack_of_both, False)[0]
+    assert (with_room, without) == ([True, False, True], [False] * 3)
+    assert losses == expected
+
+
 def other_numbers_of_channels(folder, saved, resumed, silent=False):
     """Numbers of channels, losses and lines after a checkpoint with `saved` channels where `resumed` are asked for.
 

@@ -208,7 +208,16 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
         f"x {options.accumulation} a GPU and step, {rows[0]['gpus']} ranks, link: {joined_by}",
         (
             *("variant", "ms", "tokens/s a GPU", f"/ {rows[0]['variant']}", "peak GiB", f"/ {rows[0]['variant']}"),
-            *("reserved", "made in s", "reserved GiB", "host GiB", "gather MB", "grad MB", "first loss", "last loss"),
+            *(
+                "reserved",
+                "made: s",
+                "made: reserved",
+                "made: host GiB",
+                "gather MB",
+                "grad MB",
+                "first loss",
+                "last loss",
+            ),
         ),
         [
             (

@@ -318,6 +318,27 @@ def test_by_itself_only_known_code_is_captured(gpu_ranks):
     assert_same(hooked, known)
 
 
+def memory_of_steps(graph, monitor=0):
+    """Bytes that each step takes beside what is there before it; a graph's own memory is there already."""
+    engine, taken = engine_of(graph, "hybrid_fast", 1, monitor), []
+    for step in range(6):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        tokens = batch(step, 8 * LENGTH)
+        models.take_step(engine, engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.max_memory_allocated() - before)
+    engine.destroy()
+    return taken
+
+
+def test_a_check_takes_no_activations_beside_those_of_the_graph(gpu_ranks):
+    launched, checked, measured = (gpu_ranks(1, memory_of_steps, *how)[0] for how in (("off",), ("on",), ("on", 4)))
+    assert checked[4] < 0.7 * launched[4]  # after one replay
+    assert measured[4] > 0.9 * launched[4]
+
+
 class WithAdapters:
     """A LoRA model whose layers are fused, its loss fused or that of DPO; every other option as `train`."""
 

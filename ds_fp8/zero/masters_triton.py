@@ -79,8 +79,8 @@ def _step(
     if SKIP:
         if tl.load(skip) != 0:
             return
-    across_block, parts = tl.arange(0, 128), tl.arange(0, PART)
-    aside += tl.program_id(0) * 128 * 128 + parts[:, None] * 128 + across_block[None, :]
+    across_block, parts, many = tl.arange(0, 128), tl.arange(0, PART), tl.arange(0, 2 * PART)
+    aside += tl.program_id(0) * 128 * 128
     for index in range(tl.program_id(0), count, tl.num_programs(0)):
         program = tl.load(programs + index)
         weight = tl.load(owner + program).to(tl.int64)
@@ -127,7 +127,7 @@ def _step(
             if WHAT != FINISH:
                 bits = tl.maximum(bits, amax_bits(w, 1))
             if WHAT == UPDATE:
-                tl.store(aside + part * 128, w)
+                tl.store(aside + (part + parts)[:, None] * 128 + across_block[None, :], w)
             if WHAT == FINISH:
                 _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
             if WHAT != MEASURE:
@@ -156,11 +156,11 @@ def _step(
         if WHAT == UPDATE:
             scale, reciprocal = kept_scale(largest, LARGEST, SMALLEST, POW2)
             tl.debug_barrier()  # whoever put a master aside
-            for part in range(0, 128, PART):
-                of_row = tl.multiple_of((part + parts) * columns, [128])
+            for part in range(0, 128, 2 * PART):
+                of_row = tl.multiple_of((part + many) * columns, [128])
                 valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
                 place = of_row[:, None] + across_block[None, :]
-                w = tl.load(aside + part * 128)
+                w = tl.load(aside + (part + many)[:, None] * 128 + across_block[None, :])
                 _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
             tl.debug_barrier()  # before the next block's lie there
 
@@ -251,7 +251,7 @@ class TileStep:
                 aside = torch.empty(at_once if what is UPDATE else 0, BLOCK, BLOCK, device=device)
                 _step[(at_once,)](
                     *self._tables, addresses, programs, len(programs), aside, codes, corrections, scales, new_scales, *arguments, WHAT=what,
-                    EVEN=self._even and what is UPDATE, PART=PART, num_warps=WARPS, **options
+                    EVEN=self._even and what is UPDATE, PART=PART, num_warps=WARPS, maxnreg=80, **options
                 )
 
         launch(UPDATE, self._programs[UPDATE], scales)

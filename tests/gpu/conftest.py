@@ -12,16 +12,25 @@ from ds_fp8.layers.attention.cudnn import load_cudnn
 load_cudnn()  # before anything imports Transformer Engine
 
 GROUPS = int(os.environ.get("DS_FP8_GPU_GROUPS", "3"))
-"""Processes of tests that have ranks: each keeps its pools, so that imports and CUDA contexts are paid once a group."""
-WITH_RANKS = {"gpu_ranks", "own_ranks", "pool", "rank"}
+"""Processes of tests that share pools of ranks: imports and CUDA contexts are paid once a group."""
+OF_THEIR_OWN = {"own_ranks", "pool", "rank"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by, and xdist reads the groups
 def pytest_collection_modifyitems(items):
-    on_gpus = [item for item in items if "gpu" in item.keywords]
-    with_ranks = [item for item in on_gpus if WITH_RANKS.intersection(getattr(item, "fixturenames", ()))]
-    for number, item in enumerate(with_ranks):
-        item.add_marker(pytest.mark.xdist_group(f"ranks{number % GROUPS}"))
+    shared = 0
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "gpu" not in item.keywords:
+            continue
+        if fixtures & OF_THEIR_OWN or item.get_closest_marker("ranks"):
+            group = "ranks of their own"  # one after another: each starts several processes
+        elif "gpu_ranks" in fixtures:
+            group, shared = f"ranks{shared % GROUPS}", shared + 1
+        else:
+            continue
+        item.add_marker(pytest.mark.ranks)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)

@@ -224,6 +224,7 @@ def test_only_the_first_layer_waits_for_the_device(gpu_ranks):
     gpu_ranks(RANKS, second_layer_without_waiting, 2048)
 
 
+@pytest.mark.ranks
 def test_training_follows_one_gpu_a_sequence():
     results = []
     for size in (1, RANKS):

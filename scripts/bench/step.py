@@ -7,12 +7,14 @@
     NCCL_P2P_DISABLE=1 python scripts/bench/step.py --gpus 2 ...                        a slower link
     python scripts/bench/step.py --gpus 1 --layers 28 --lora 16 --steps 12 --variants
         torch/liger,torch/liger/compile,hybrid_fast/graph-auto                          adapters beside their peers
+    python scripts/bench/step.py --gpus 1 --size 8b --layers 32 --vocabulary 128256 --sequences 1 --length 8192
+        --recompute --gradients bf16 --variants hybrid_fast+compact,torch/liger/flashoptim,bf16/liger/offload
     python scripts/bench/step.py --quick                                                seconds on a CPU
 
 Each variant runs in processes of its own, for DeepSpeed keeps an engine's memory until its process ends. On several
 hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
-A variant is "bf16" (plain DeepSpeed), "torch[/liger][/compile]" (torch alone in BF16, with Liger's kernels) or
+A variant is "bf16[/liger][/offload]" (plain DeepSpeed), "torch[/liger][/compile][/flashoptim]" (torch alone) or
 PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of coat), infir2/bf16-wire (gathering and
 reducing in BF16), infir2/graph-auto or infir2/fp8-attention (all names: step_variants.py). Weak scaling is the default
 (--sequences x --length x --accumulation tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling.
@@ -45,7 +47,7 @@ import torch
 from common import banner, device, print_banner, print_table, words, write_json
 from deepspeed import comm as dist
 from step_profile import marked, print_profiles, profiled
-from step_variants import PlainEngine, failure, fp8_section, plain_choices, run_ranks
+from step_variants import OFFLOAD, PlainEngine, apply_liger, failure, fp8_section, plain_choices, run_ranks
 from zero_ranks import (
     Intervals,
     causal_lm_config,
@@ -68,8 +70,12 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = causal_lm_config(options.size, options.layers, options.vocabulary, options.length)
+    choices = plain_choices(variant) or []
     ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.measure_every))
     ds_config["data_types"]["grad_accum_dtype"] = options.gradients
+    if "offload" in choices:  # by torch's AdamW: DeepSpeed's for the host would be compiled first
+        ds_config["zero_optimization"] |= OFFLOAD
+        ds_config["optimizer"]["params"]["fused"] = True
     if options.prefetch is not None:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
 
@@ -82,16 +88,18 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
         return peft.get_peft_model(model, peft.LoraConfig(**shape, task_type="CAUSAL_LM")).bfloat16()
 
     torch.manual_seed(0)
-    choices = plain_choices(variant)
-    if options.one_by_one and choices is None:
+    in_torch = variant.startswith("torch")
+    if options.one_by_one and not in_torch:
         model = sharded_model(config, ds_config, adapted, ds_config["fp8"].get("enabled", True))
     else:
         with torch.device(device()):
             model = adapted(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if choices is not None:
+    if in_torch:
         return PlainEngine(model, choices, 3e-4)
+    if "liger" in choices:
+        apply_liger(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ds_fp8.initialize(model=model, model_parameters=trained, config=ds_config)[0]
 

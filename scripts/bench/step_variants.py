@@ -1,9 +1,10 @@
 """Variants that step.py measures, by their names, and the processes that measure one.
 
-A variant is "bf16" (plain DeepSpeed), "torch[/liger][/compile]" (torch alone in BF16, on one GPU) or
-PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer section of another, and any of bf16-wire (gather and reduce in
-BF16), fp8-experts (products of a mixture), fp8-head, 64-outliers (outlier channels), fp8-attention, graph, graph-auto,
-and the name of a GEMM backend.
+A variant is "bf16[/liger][/offload]" (plain DeepSpeed; masters and moments on the host),
+"torch[/liger][/compile][/flashoptim[/release]]" (torch alone in BF16, on one GPU; with FlashOptim's 24-bit masters and
+8-bit moments, and gradients released, which leaves no clipping) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the
+optimizer section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture),
+fp8-head, 64-outliers (outlier channels), fp8-attention, graph, graph-auto, and the name of a GEMM backend.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
     """Return the "fp8" section of a variant, measured every `monitor` steps. Raise UserError for an unknown name."""
-    if variant == "bf16" or plain_choices(variant) is not None:
+    if plain_choices(variant) is not None:
         return {"enabled": False}
     base, *choices = variant.split("/")
     preset, _, optimizer = base.partition("+")
@@ -56,15 +57,26 @@ def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
     return section
 
 
+PLAIN = {"bf16": ("liger", "offload"), "torch": ("liger", "compile", "flashoptim", "release")}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
 def plain_choices(variant: str) -> list[str] | None:
-    """Return what a variant in plain torch has besides: "liger", "compile"; None for any other variant."""
+    """Return what a variant in DeepSpeed's or torch's BF16 has besides; None for any other variant."""
     base, *choices = variant.split("/")
-    if base != "torch":
+    if base not in PLAIN:
         return None
     for choice in choices:
-        if choice not in ("liger", "compile"):
-            raise UserError(f'unknown variant "{variant}"', key="--variants", remedy="torch, torch/liger/compile")
+        if choice not in PLAIN[base]:
+            raise UserError(f'unknown variant "{variant}"', key="--variants", remedy=nearest(choice, PLAIN[base]))
     return choices
+
+
+def apply_liger(model: torch.nn.Module) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    of_peft = hasattr(model, "get_base_model")
+    _apply_liger_kernel_to_instance(model=model.get_base_model() if of_peft else model)
 
 
 class PlainEngine:
@@ -78,14 +90,19 @@ class PlainEngine:
             raise UserError("plain torch is measured on one GPU", key="--gpus", remedy="--gpus 1")
         self.module = model
         if "liger" in choices:
-            from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-            of_peft = hasattr(model, "get_base_model")
-            _apply_liger_kernel_to_instance(model=model.get_base_model() if of_peft else model)
+            apply_liger(model)
         if "compile" in choices:
             model.compile()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(self._trained, lr=lr, betas=(0.9, 0.95), fused=True)
+        self._releases = "release" in choices
+        if "flashoptim" in choices:
+            from flashoptim import FlashAdamW, enable_gradient_release
+
+            self._optimizer = FlashAdamW(self._trained, lr=lr, betas=(0.9, 0.95), master_weight_bits=24)
+            if self._releases:
+                enable_gradient_release(model, self._optimizer)
+        else:
+            self._optimizer = torch.optim.AdamW(self._trained, lr=lr, betas=(0.9, 0.95), fused=True)
 
     def __call__(self, **batch: Any) -> Any:
         return self.module(**batch)
@@ -94,6 +111,8 @@ class PlainEngine:
         loss.backward()
 
     def step(self) -> None:
+        if self._releases:  # parameters were updated in backward
+            return
         torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -92,6 +92,31 @@ def test_a_step_takes_what_is_estimated(ranks, changes):
         assert peak == pytest.approx(expected.peak_bytes, rel=PEAK)
 
 
+def made(raw):
+    """The most that was there while an engine was made, its BF16 weights included."""
+    model, engines = workloads.model_of(raw), []
+    config = {key: value for key, value in raw.items() if key not in ("model", "data", "train")}
+    given = {"model": model, "model_parameters": list(model.parameters()), "config": config}
+    most = workloads.most_allocated(lambda: engines.append(ds_fp8.initialize(**given)[0]))
+    engines[0].destroy()
+    return most
+
+
+CAST = 29
+"""Bytes an element that the first cast of a weight takes, in torch, one weight after the other."""
+
+
+def test_masters_of_codes_are_made_without_fp32_ones(ranks):
+    changes = merge(CASES["and compressed moments"], CASES["gradients kept in BF16"])
+    raw = small(**merge(changes, {"zero_optimization": {"sub_group_size": 100_000}}))
+    expected = estimate(raw, gpus=1, device="cpu")
+    kinds = "master weights", "gradient shards", "FP8 weights"  # moments are made by the first step
+    weights = expected.workload.model.parameters
+    most = sum(expected.peak.parts[kind] for kind in kinds)
+    most += 2 * sum(p.numel for p in weights) + CAST * max(p.numel for p in weights if p.in_fp8)
+    assert ranks(1, made, raw)[0] == pytest.approx(most, rel=PEAK)
+
+
 def test_checkpointed_layers(ranks):
     raw = small(fp8={"enabled": False}, model={"activation_checkpointing": True})
     expected = estimate(raw, gpus=2, device="cpu")

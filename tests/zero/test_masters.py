@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import deepspeed
 import pytest
 import torch
@@ -12,7 +14,9 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from tests.optim.test_zero import to_universal, weights_and_moments
 from tests.zero import models
 
 MOMENTS = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
@@ -48,14 +52,18 @@ def assert_same(left, right):
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+def masters(engine):
+    return {name: whole(p) for name, p in engine.module.named_parameters()}
+
+
 def train(master, scale, sizes=(131, 301)):
     engine = models.build(config(master, scale), sizes=sizes)
     losses = models.train(engine, 6)
-    masters = {name: whole(p) for name, p in engine.module.named_parameters()}
+    kept = masters(engine)
     flat = engine.optimizer.fp32_partitioned_groups_flat
     memory = sum(one.untyped_storage().nbytes() for one in flat)
     coded = sum(weight.correction is not None for weight in engine.fp8.weights)
-    return losses, masters, memory, coded
+    return losses, kept, memory, coded
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -176,15 +184,13 @@ def universal(folder, tag, master, steps, load):
     engine = models.build(ds_config, sizes=SIZES, stock=master == "stock")
     if load is not None:
         engine.load_checkpoint(folder, tag=load, load_module_strict=False)
-    loaded = {name: whole(p) for name, p in engine.module.named_parameters()}
+    loaded = masters(engine)
     losses = models.train(engine, steps)
     engine.save_checkpoint(folder, tag=tag)
-    return loaded, {name: whole(p) for name, p in engine.module.named_parameters()}, losses
+    return loaded, masters(engine), losses
 
 
 def test_universal_checkpoints_lose_nothing_between_ranks_and_masters(ranks, tmp_path):
-    from tests.optim.test_zero import to_universal
-
     folder = str(tmp_path)
     kept = ranks(2, universal, folder, "a", "fp8_plus16", 3, None)[0][1]
     to_universal(folder, "a")
@@ -200,22 +206,41 @@ def test_universal_checkpoints_lose_nothing_between_ranks_and_masters(ranks, tmp
         torch.testing.assert_close(more[name], master, rtol=0, atol=1e-3)
 
 
-def exported(folder):
-    """The FP32 weights that DeepSpeed's own script finds in a checkpoint, beside those of the engine."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    engine = models.build(config(moments=True), sizes=SIZES)
-    models.train(engine, 2)
-    engine.save_checkpoint(folder, tag="two")
-    masters = {name: whole(p) for name, p in engine.module.named_parameters()}
-    dist.barrier()
-    found = get_fp32_state_dict_from_zero_checkpoint(folder, tag="two")
-    return masters, {name: numbers.detach() for name, numbers in found.items()}
+def compact(folder):
+    """What a run with compact's states and BF16 gradients is made of when it is saved, and its losses after that."""
+    kept = config(moments=True, stage3_gather_16bit_weights_on_model_save=True)
+    engine = models.build({**kept, "data_types": {"grad_accum_dtype": "bf16"}}, sizes=SIZES)
+    models.train(engine, 5)
+    engine.save_checkpoint(folder, tag="five")
+    engine.save_16bit_model(folder, "bf16.bin")
+    return weights_and_moments(engine), masters(engine), models.train(engine, 4, start=5)
 
 
-def test_deepspeeds_script_finds_the_masters(ranks, tmp_path):
-    masters, found = ranks(2, exported, str(tmp_path))[0]
-    assert_same(masters, {name: found[name] for name in masters})
+def stock(folder, saved):
+    """What stock DeepSpeed is made of that was given a universal checkpoint, or weights, and its losses after that."""
+    ds_config = {**models.config(), "checkpoint": {"load_universal": saved == "universal"}}
+    if saved == "universal":
+        engine = models.build(ds_config, sizes=SIZES, stock=True)
+        engine.load_checkpoint(folder, tag="five_universal", load_module_strict=False)
+        return weights_and_moments(engine), models.train(engine, 4, start=5)
+    by_script = functools.partial(get_fp32_state_dict_from_zero_checkpoint, folder, tag="five")
+    weights = by_script() if saved == "script" else torch.load(f"{folder}/bf16.bin")
+    engine = models.build(ds_config, sizes=SIZES, stock=True, prepare=lambda net: net.load_state_dict(weights))
+    return {name: numbers.detach().float() for name, numbers in weights.items()}, models.train(engine, 4, start=5)
+
+
+@pytest.mark.parametrize("saved", ["universal", "script", "bf16"])
+def test_stock_deepspeed_trains_on(ranks, tmp_path, saved):
+    folder = str(tmp_path)
+    runs = ranks(2, compact, folder)
+    if saved == "universal":
+        to_universal(folder, "five")
+    for (state, numbers, losses), (found, on) in zip(runs, ranks(2, stock, folder, saved), strict=True):
+        rounded = {name: master.bfloat16().float() for name, master in numbers.items()}
+        assert_same({"universal": state, "script": numbers, "bf16": rounded}[saved], found)
+        assert on[0] == pytest.approx(losses[0], rel=0.01)
+        # Without moments Adam begins anew.
+        assert on == pytest.approx(losses, rel=0.01 if saved == "universal" else 0.06)
 
 
 def refusal(ds_config):

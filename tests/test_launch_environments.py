@@ -1,4 +1,4 @@
-"""Real ranks in the environments of launchers: hosts, transport, levels of the reduction, graphs."""
+"""Real ranks in the environments of launchers: hosts, transport, levels of the reduction."""
 
 import os
 import subprocess
@@ -126,8 +126,6 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
     from deepspeed import comm as dist
 
     import ds_fp8
-    from ds_fp8.config.fp8 import parse_fp8
-    from ds_fp8.graphs.conditions import why_no_graphs
     from ds_fp8.zero import collectives
     from tests.zero.gpus import gpus
     from tests.zero.models import Net, config
@@ -143,16 +141,6 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
     seen = [f"host{rank.host} GPU {n}" for n in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")]
     with gpus(seen, int(os.environ["LOCAL_RANK"])) as device:
         shared = collectives.share(16, device, None)
-    on_gpu = SimpleNamespace(
-        module=torch.nn.Linear(2, 2),
-        device=device,
-        sequence_parallel_size=1,
-        wall_clock_breakdown=lambda: False,
-        flops_profiler_enabled=lambda: False,
-        zero_optimization_stage=lambda: 3,
-        zero_overlap_comm=lambda: True,
-    )
-    why_not = why_no_graphs(on_gpu, parse_fp8({"fp8": {}}), None)
     x = torch.zeros(2, 8, dtype=torch.int64)
     loss = engine(x).float().mean()
     engine.backward(loss)
@@ -162,7 +150,6 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
         "hosts": report["hosts"],
         "hierarchy": report["grad_hierarchy"],
         "transport": shared if isinstance(shared, str) else "copy engines",
-        "graphs": why_not,
         "rank": dist.get_rank(),
     }
     connection.send(found)
@@ -198,7 +185,6 @@ def test_ranks_find_hosts_transport_and_levels(name):
         assert found["rank"] == rank
         assert (found["ranks"], found["hosts"]) == (launch.ranks, launch.hosts)
         assert (found["transport"], found["hierarchy"]) == (launch.transport, launch.hierarchy)
-        assert found["graphs"] is None
 
 
 COMMANDS = {

@@ -132,9 +132,8 @@ def overwritten_gradients():
     backward(engine, 0)
     weight = engine.module.layers[1].up.weight
     safe_set_local_grad(weight, 2 * safe_get_local_grad(weight))
-    gradients = [safe_get_full_grad(parameter) for parameter in engine.module.parameters()]
     engine.step()
-    return float(engine.get_global_grad_norm()), float(torch.cat([g.flatten() for g in gradients]).double().norm())
+    return norm_of_gradients(engine)
 
 
 def test_gradients_that_the_user_overwrites_count(ranks):
@@ -144,7 +143,7 @@ def test_gradients_that_the_user_overwrites_count(ranks):
 
 def norm_of_gradients(engine):
     """The norm of a step that was taken, and what it is from all gradients."""
-    gradients = [safe_get_full_grad(parameter) for parameter in engine.module.parameters()]
+    gradients = [safe_get_full_grad(parameter) for parameter in engine.module.parameters() if parameter.requires_grad]
     return float(engine.get_global_grad_norm()), float(torch.cat([g.flatten() for g in gradients]).double().norm())
 
 
@@ -277,10 +276,7 @@ def frozen_on_the_way():
     norms = []
     for step in (2, 3):
         models.train(engine, 1, start=step)
-        gradients = [safe_get_full_grad(p) for p in engine.module.parameters() if p.requires_grad]
-        norms.append(
-            (float(engine.get_global_grad_norm()), float(torch.cat([g.flatten() for g in gradients]).double().norm()))
-        )
+        norms.append(norm_of_gradients(engine))
     return norms
 
 

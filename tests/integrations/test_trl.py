@@ -17,17 +17,9 @@ COAT = {"preset": "coat"}
 
 
 def conversations(count: int = 24) -> Dataset:
-    return Dataset.from_list(
-        [
-            {
-                "messages": [
-                    {"role": "user", "content": f"after {WORDS[i % 5]}"},
-                    {"role": "assistant", "content": WORDS[i % 5 + 1]},
-                ]
-            }
-            for i in range(count)
-        ]
-    )
+    turns = [("user", "after {}", 0), ("assistant", "{}", 1)]
+    rows = [[(role, words.format(WORDS[i % 5 + after])) for role, words, after in turns] for i in range(count)]
+    return Dataset.from_list([{"messages": [{"role": r, "content": text} for r, text in row]} for row in rows])
 
 
 def preferences(count: int = 24) -> Dataset:
@@ -50,55 +42,22 @@ def supervised(folder, fp8):
         return history(trainer, "loss"), trainer.model_wrapped.fp8.report
 
 
-def preferring(folder, fp8):
-    """DPOTrainer with a reference model, which is an engine without an optimizer."""
+def preferring(folder, fp8, adapters=False, more=None):
+    """DPOTrainer: (losses, reports). The reference is an engine without an optimizer, or the model without adapters."""
     from trl import DPOConfig, DPOTrainer
 
+    models = {"model": small_model(), "ref_model": small_model()}
+    if adapters:  # which have TRL's dropout
+        lora = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM")
+        models = {"model": small_model(num_key_value_heads=2), "peft_config": lora}
     with installed():
-        trainer = DPOTrainer(
-            model=small_model(),
-            ref_model=small_model(),
-            args=DPOConfig(**arguments(folder, fp8)),
-            train_dataset=preferences(),
-            processing_class=small_tokenizer(),
-        )
+        args, data = DPOConfig(**arguments(folder, fp8, **(more or {}))), preferences()
+        trainer = DPOTrainer(**models, args=args, train_dataset=data, processing_class=small_tokenizer())
         trainer.train()
-        return history(trainer, "loss"), trainer.model_wrapped.fp8.report, trainer.ref_model.fp8.report
-
-
-def preferring_by_adapters(folder, fp8, fuse="auto"):
-    """The reference is the model without its adapters, which have TRL's dropout."""
-    from trl import DPOConfig, DPOTrainer
-
-    with installed():
-        fp8 = None if fp8 is None else {**fp8, "fuse": fuse}
-        trainer = DPOTrainer(
-            model=small_model(num_key_value_heads=2),
-            args=DPOConfig(**arguments(folder, fp8, learning_rate=1e-2)),
-            train_dataset=preferences(),
-            processing_class=small_tokenizer(),
-            peft_config=LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.05, task_type="CAUSAL_LM"),
-        )
-        trainer.train()
-        trainer.save_model(f"{folder}/adapter")
-        return history(trainer, "loss"), trainer.model_wrapped.fp8.report
-
-
-def preferring_against_itself(folder, fp8):
-    """The same with a reference that becomes the policy after every step, in one GatheredParameters over both."""
-    from trl import DPOConfig, DPOTrainer
-
-    with installed():
-        more = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-        trainer = DPOTrainer(
-            model=small_model(),
-            ref_model=small_model(),
-            args=DPOConfig(**arguments(folder, fp8, **more)),
-            train_dataset=preferences(),
-            processing_class=small_tokenizer(),
-        )
-        trainer.train()
-        return history(trainer, "loss")
+        if adapters:
+            trainer.save_model(f"{folder}/adapter")
+        engines = [trainer.model_wrapped, *([] if adapters else [trainer.ref_model])]
+        return history(trainer, "loss"), [engine.fp8.report for engine in engines]
 
 
 def reinforcing(folder, fp8):
@@ -132,7 +91,7 @@ def test_supervised_fine_tuning_with_packing_and_masks(ranks, tmp_path):
 
 
 def test_preferences_against_a_reference_model(ranks, tmp_path):
-    losses, policy, reference = ranks(2, preferring, tmp_path, COAT)[0]
+    losses, (policy, reference) = ranks(2, preferring, tmp_path, COAT)[0]
     assert losses[0] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6)  # both models compute alike
     assert losses[-1] < 0.6
     assert policy["fp8_linears"] == reference["fp8_linears"] == 14
@@ -142,10 +101,10 @@ def test_preferences_against_a_reference_model(ranks, tmp_path):
 
 def test_preferences_learnt_by_fused_adapters(ranks, tmp_path):
     runs = [
-        ranks(2, preferring_by_adapters, tmp_path / name, *arguments)[0]
-        for name, arguments in {"bf16": (None,), "unfused": ({}, "off"), "fused": ({},)}.items()
+        ranks(2, preferring, tmp_path / name, fp8, True, {"learning_rate": 1e-2})[0]
+        for name, fp8 in {"bf16": None, "unfused": {"fuse": "off"}, "fused": {}}.items()
     ]
-    losses, report = runs[2]
+    losses, (report,) = runs[2]
     assert (report["fp8_linears"], report["fused_layers"]) == (14, 2)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses[-1] < 0.5
@@ -155,8 +114,10 @@ def test_preferences_learnt_by_fused_adapters(ranks, tmp_path):
 
 
 def test_a_reference_that_follows_the_policy_is_the_policy(ranks, tmp_path):
-    """But for rounding: its codes are casts of the BF16 values that were copied, the policy's are casts of masters."""
-    losses = ranks(2, preferring_against_itself, tmp_path, {})[0]
+    """After every step, in one GatheredParameters over both. But for rounding: its codes are casts of the BF16 values
+    that were copied, the policy's are casts of masters."""
+    more = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    losses, _ = ranks(2, preferring, tmp_path, {}, False, more)[0]
     assert len(losses) > 2
     assert losses == pytest.approx([math.log(2)] * len(losses), abs=2e-3)
 

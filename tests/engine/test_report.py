@@ -14,13 +14,19 @@ from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 
 
-def printed(architecture, changes, section):
+def printed(architecture, changes, section, special=None):
     """(the start report, what rank 0 printed of it, in one line) of one rank."""
     model = causal_lm(architecture, **changes)
-    fp8 = {"report": "full", **section, "linear": {"backend": "reference"}}
+    raw = models.config({"report": "full", **section, "linear": {"backend": "reference"}})
+    parameters = model.parameters()
+    if special == "a forward of another package":
+        model.forward = functools.partial(type(model).forward, model)
+    elif special == "no optimizer":
+        parameters = None
+        del raw["optimizer"]
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=models.config(fp8))[0]
+        engine = ds_fp8.initialize(model=model, model_parameters=parameters, config=raw)[0]
     report = engine.fp8.report
     engine.destroy()
     return report, " ".join(output.getvalue().replace("│", " ").split())
@@ -82,27 +88,14 @@ def test_the_short_report_says_what_runs_where_in_a_few_lines(ranks):
 
 
 def test_a_forward_of_another_package_is_explained(ranks):
-    text = ranks(1, short_report, "forward")[0]
+    _, text = ranks(1, printed, "llama", {}, {"report": "short"}, "a forward of another package")[0]
     assert "whether logits are in memory is up to it" in text
     assert "fp8.loss has no effect" in text
 
 
 def test_an_engine_that_evaluates_has_no_moments(ranks):
-    assert "optimizer step none: this engine evaluates CUDA" in ranks(1, short_report, "no optimizer")[0]
-
-
-def short_report(what):
-    model, raw = causal_lm("llama"), models.config({})
-    parameters = model.parameters()
-    if what == "forward":
-        model.forward = functools.partial(type(model).forward, model)
-    else:
-        parameters = None
-        del raw["optimizer"]
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        ds_fp8.initialize(model=model, model_parameters=parameters, config=raw)[0].destroy()
-    return " ".join(output.getvalue().replace("│", " ").split())
+    _, text = ranks(1, printed, "llama", {}, {"report": "short"}, "no optimizer")[0]
+    assert "optimizer step none: this engine evaluates CUDA" in text
 
 
 @pytest.mark.parametrize(

@@ -73,39 +73,28 @@ def noisy(count: int, level: float = 3.0, spread: float = 0.05, slope: float = 0
     return [level - slope * index + rng.gauss(0, spread) for index in range(count)]
 
 
-def test_a_loss_far_above_the_last_ones_is_a_spike():
-    detector = SpikeDetector(100, 10.0, noisy(60))
-    assert detector.observe(3.1) is None
-    score = detector.observe(5.0)
-    assert score == pytest.approx(2.0 / 0.05, rel=0.5)
-
-
 @pytest.mark.parametrize("slope", [0.0, 0.01, -0.0005])
 def test_noise_and_trends_are_no_spikes(slope):
     detector = SpikeDetector(100, 10.0)
     assert [detector.observe(loss) for loss in noisy(500, level=8.0, slope=slope)] == [None] * 500
 
 
-def test_a_loss_far_below_is_no_spike():
-    assert SpikeDetector(100, 10.0, noisy(60)).observe(0.1) is None
+SPIKES = {
+    "far above": (noisy(60), [3.1, 5.0], [0, 2.0 / 0.05]),
+    "far below": (noisy(60), [0.1], [0]),
+    "one does not hide the next": (noisy(60), [9.0] * 5, [6.0 / 0.05] * 5),
+    "too few losses say nothing": (noisy(LEAST_HISTORY - 1), [50.0, 50.0], [0, 10]),
+    "equal losses do not make a ripple a spike": ([2.0] * 50, [2.01, 2.1], [0, 10]),
+}
+"""History, what comes then, and the least scores: 0 for no spike."""
 
 
-def test_one_spike_does_not_hide_the_next():
-    detector = SpikeDetector(100, 10.0, noisy(60))
-    scores = [detector.observe(9.0) for _ in range(5)]
-    assert all(score > 50 for score in scores)
-
-
-def test_too_few_losses_say_nothing():
-    detector = SpikeDetector(100, 10.0, noisy(LEAST_HISTORY - 1))
-    assert detector.observe(50.0) is None
-    assert detector.observe(50.0) is not None
-
-
-def test_equal_losses_do_not_make_a_ripple_a_spike():
-    detector = SpikeDetector(100, 10.0, [2.0] * 50)
-    assert detector.observe(2.01) is None
-    assert detector.observe(2.1) is not None
+@pytest.mark.parametrize(("history", "losses", "least"), SPIKES.values(), ids=SPIKES)
+def test_spikes_are_what_is_far_above_the_last_losses(history, losses, least):
+    detector = SpikeDetector(100, 10.0, history)
+    for loss, score in zip(losses, least, strict=True):
+        found = detector.observe(loss)
+        assert found is None if score == 0 else found >= 0.5 * score
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -49,8 +49,9 @@ def wait_for_others() -> None:
     threading.Event().wait()
 
 
-def all_done(rank: int) -> int:
+def all_done(rank: int, seconds: float) -> int:
     store = begin()
+    atexit.register(time.sleep, seconds)  # as unloading libraries on a busy host
     if rank == 0:
         store.get("read")  # its process serves the store
     else:
@@ -58,8 +59,9 @@ def all_done(rank: int) -> int:
     return 0
 
 
-def test_a_job_that_is_done_leaves_nothing(job):
-    ended = job(2, all_done)
+@pytest.mark.parametrize("seconds", [0, 1.5 * watchdog.MIN_SILENCE])
+def test_a_job_that_is_done_leaves_nothing_and_may_take_its_time_to_end(job, seconds):
+    ended = job(2, all_done, seconds)
     assert (ended.codes, ended.output, ended.left) == ([0, 0], "", [])
 
 
@@ -395,21 +397,6 @@ def output_is_closed(rank: int) -> int:
 
 def test_ranks_without_a_launcher_are_asked_to_stop(job):
     assert job(2, output_is_closed).codes == [0, 0]
-
-
-def takes_long_to_end(rank: int) -> int:
-    store = begin()
-    atexit.register(time.sleep, 1.5 * watchdog.MIN_SILENCE)  # as unloading libraries on a busy host
-    if rank == 0:
-        store.get("read")
-    else:
-        store.set("read", "")
-    return 0
-
-
-def test_a_rank_that_is_done_may_take_its_time_to_end(job):
-    ended = job(2, takes_long_to_end)
-    assert (ended.codes, ended.output, ended.left) == ([0, 0], "", [])
 
 
 def all_are_asked_to_end(rank: int) -> None:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, tiles, to_fp8
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, reciprocal_of, scale_of, tiles, to_fp8
 from ds_fp8.casts.quantization import QuantizedTensor, block_scales, widened, width_with_outliers
 from ds_fp8.config.formats import BLOCK
 
@@ -117,7 +117,7 @@ def _extend_weight(
         factor = tl.load(scale + rows * scale_n + channel // 128)
         number = codes.to(DTYPE, bitcast=True).to(tl.float32) * factor[None, :]
         # The same numbers in units of the block's own scale: the residuals beside them share it.
-        again = to_fp8(number, tl.div_rn(1.0, of_row), DTYPE).to(tl.uint8, bitcast=True)
+        again = to_fp8(number, reciprocal_of(of_row), DTYPE).to(tl.uint8, bitcast=True)
         first = tl.load(residual + n[:, None].to(tl.int64) * COUNT + place[None, :], mask=inside, other=0)
         block = tl.where((column < 64)[None, :], first, again)
         # Beyond the last channel zeros: their products add nothing, and uninitialised codes may be NaN.

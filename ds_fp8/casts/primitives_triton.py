@@ -68,6 +68,27 @@ def raise_amax(amax, bits, at, length, MODE: tl.constexpr):
 
 
 @triton.jit
+def reciprocal_of(x):
+    """Return 1 / x rounded to nearest even, x from 2^-126 up to 2^125: tl.div_rn without its guards, in a third of the time."""
+    if COMPILED:
+        # One step of Newton's: what CUDA does with these x.
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.fma(y, tl.fma(-x, y, tl.zeros_like(x) + 1.0), y)
+    return tl.div_rn(tl.zeros_like(x) + 1.0, x)
+
+
+@triton.jit
+def over_largest(amax, largest: tl.constexpr):
+    """Return amax / largest rounded to nearest even, largest of 7 * 2^n; below 2^-126 maybe another subnormal number."""
+    if COMPILED:
+        # Markstein 1990: from the reciprocal rounded to nearest, right for all mantissas of amax.
+        inverse = tl.zeros_like(amax) + 1.0 / largest
+        quotient = amax * inverse
+        return tl.fma(tl.fma(-quotient, tl.zeros_like(amax) + largest, amax), inverse, quotient)
+    return tl.div_rn(amax, tl.zeros_like(amax) + largest)
+
+
+@triton.jit
 def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl.constexpr):
     """Return (scale, 1 / scale) of scale_from_amax in primitives.py, from the bits of the amax.
 
@@ -88,12 +109,11 @@ def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl
         scale = exponent.to(tl.float32, bitcast=True)
         reciprocal = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     else:
-        # div_rn, not "/": the approximate division of the GPU differs from torch's in the last bit, and then the codes
-        # do.
-        scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + largest), smallest_scale)
+        # Not "/": the approximate division of the GPU differs from torch's in the last bit, and then the codes do.
+        scale = tl.maximum(over_largest(amax, largest), smallest_scale)
         scale = tl.where(bits == 0, 1.0, scale)
-        # One division a group, and a product an element: a division takes as long as the rest of a cast.
-        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        # One reciprocal a group, and a product an element: a division takes as long as the rest of a cast.
+        reciprocal = reciprocal_of(scale)
     return tl.where(overflow, float("nan"), scale), tl.where(overflow, float("nan"), reciprocal)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import scale_of, to_fp8
+from ds_fp8.casts.primitives_triton import over_largest, scale_of, to_fp8
 from ds_fp8.optim.masters import LARGEST_CORRECTION, SMALLEST_NORMAL
 
 _LARGEST_CORRECTION, _SMALLEST_NORMAL = tl.constexpr(LARGEST_CORRECTION), tl.constexpr(SMALLEST_NORMAL)
@@ -60,6 +60,6 @@ def kept_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.con
         kept = _shifted(bits, 4) << 4
     else:
         amax = bits.to(tl.float32, bitcast=True)
-        exact = tl.div_rn(amax, tl.zeros_like(amax) + LARGEST).to(tl.int32, bitcast=True)
+        exact = over_largest(amax, LARGEST).to(tl.int32, bitcast=True)
         kept = ((_shifted(exact, 3) << 3).to(tl.float32, bitcast=True) * LARGEST).to(tl.int32, bitcast=True)
     return scale_of(tl.where(bits >= 0x7F800000, bits, kept), LARGEST, SMALLEST, POW2)

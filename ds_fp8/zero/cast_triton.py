@@ -39,6 +39,7 @@ from ds_fp8.casts.primitives_triton import (
     TRITON_DTYPES,
     amax_bits,
     format_arguments,
+    reciprocal_of,
     scale_of,
     to_fp8,
 )
@@ -104,7 +105,7 @@ def _codes(x, scale, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.conste
         # A scale of NaN has an exponent of ones, whose mirror image is a finite number: NaN must stay loud.
         reciprocal = tl.where(scale == scale, reciprocal, float("nan"))
     else:
-        reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+        reciprocal = reciprocal_of(scale)
     return to_fp8(x, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
 
 
@@ -313,7 +314,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     group = tl.arange(0, GROUPS)
     # One scale for a row of blocks, known everywhere: the largest of that row's bounds all of its rounding errors.
     of_row = tl.max(tl.load(scale + group, mask=group < (columns + 127) // 128, other=0.0), 0)
-    number, reciprocal = code.to(DTYPE, bitcast=True).to(tl.float32) * of_channel[None, :], tl.div_rn(1.0, of_row)
+    number, reciprocal = code.to(DTYPE, bitcast=True).to(tl.float32) * of_channel[None, :], reciprocal_of(of_row)
     lost = to_fp8(x - number, reciprocal, DTYPE).to(tl.uint8, bitcast=True)
     to = residual + n[:, None] * tl.load(fields + 12) + (place + has_room * tl.program_id(1) * 64)[None, :]
     tl.store(to, lost, mask=inside)

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, multiprocessors, random_word
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, multiprocessors, random_word, reciprocal_of
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
@@ -101,7 +101,7 @@ def _step(
         reciprocal = old_scale
         if WHAT == FINISH:
             scale = tl.load(new_scales + block)
-            reciprocal = tl.div_rn(1.0, scale)
+            reciprocal = reciprocal_of(scale)
         bits = tl.zeros([PART], tl.int32)
         for part in range(0, 128, PART):
             of_row = tl.multiple_of((part + parts) * columns, [128])

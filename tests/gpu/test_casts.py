@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from ds_fp8.casts import quantize
+from ds_fp8.casts.primitives_triton import over_largest, reciprocal_of
 from ds_fp8.config.formats import NATIVE_FORMATS, NATIVE_GRANULARITIES
 from ds_fp8.gemm import scaled_matmul
 
@@ -39,3 +42,23 @@ def test_product_against_fp64(scale):
     exact = a.dequantize().double() @ b.dequantize().double().t()
     error = (scaled_matmul(a, b).double() - exact).norm() / exact.norm()
     assert error < 3e-3  # one rounding to BF16
+
+
+@triton.jit
+def _divisions(x, reciprocals, quotients, largest: tl.constexpr):
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    number = tl.load(x + at)
+    tl.store(reciprocals + at, reciprocal_of(number))
+    tl.store(quotients + at, over_largest(number, largest))
+
+
+@pytest.mark.parametrize("largest", [448.0, 57344.0])
+@pytest.mark.parametrize("exponent", [1, 2, 30, 63, 126, 127, 128, 200, 251, 252])
+def test_divisions_are_those_of_ieee(exponent, largest):
+    """All mantissas; below 2^-126 a quotient is no scale."""
+    x = (torch.arange(2**23, dtype=torch.int32, device="cuda") + (exponent << 23)).view(torch.float32)
+    reciprocals, quotients = torch.empty_like(x), torch.empty_like(x)
+    _divisions[(2**13,)](x, reciprocals, quotients, largest)
+    assert torch.equal(reciprocals, 1 / x)
+    expected = x / largest
+    assert torch.equal(quotients.clamp(min=2.0**-126), expected.clamp(min=2.0**-126))

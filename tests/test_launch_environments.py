@@ -196,6 +196,11 @@ COMMANDS = {
         one_gpu,
         "-m torch.distributed.run --nproc-per-node 2 --master-port PORT --virtual-local-rank --no-python",
     ),
+    "accelerate": (
+        torchrun,
+        "-m accelerate.commands.launch --use_deepspeed --num_processes 2 --num_machines 1 --mixed_precision no "
+        "--dynamo_backend no --main_process_port PORT --no_python",
+    ),
 }
 
 

@@ -2,6 +2,10 @@
 
 import importlib.metadata
 import itertools
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -67,3 +71,34 @@ def test_every_bound_of_the_project_admits_the_pins(kind):
     assert {"torch", "transformers", "deepspeed", "triton", "accelerate", "trl", "peft"} <= checked
     (transformers,) = (r.specifier for r in requires if r.name == "transformers")
     assert transformers == SpecifierSet(KNOWN)
+
+
+def test_the_pages_name_the_versions_of_the_gpu_set():
+    pinned = pins("gpu")
+    install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    for name in ("torch", "triton", "transformer-engine", "deepspeed", "transformers"):
+        label = name.replace("-", " ").title() if "-" in name else name
+        assert re.search(rf"{label}[^0-9\n]*{re.escape(pinned[name])}", install, re.IGNORECASE), name
+
+
+@pytest.mark.parametrize(("gpu", "kind"), [("GPU 0: NVIDIA H100", "gpu"), ("", "cpu")], ids=IDS)
+def test_the_environment_asks_pip_for_the_set_of_the_machine(tmp_path, gpu, kind):
+    """With commands that write down what they were asked for in place of pip and nvidia-smi."""
+    asked, programs = tmp_path / "asked", tmp_path / "bin"
+    programs.mkdir()
+    python = (
+        '#!/bin/sh\ncase "$*" in\n*"import torch"*) exit 1;;\n*venv*) mkdir -p .venv/bin; cp "$0" .venv/bin/python;'
+    )
+    python += f' touch .venv/bin/activate;;\n*pip*) echo "$*" >> {asked};;\nesac\n'
+    for name, text in (("python", python), ("nvidia-smi", f'#!/bin/sh\necho "{gpu}"\n')):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # which is locked while scripts/test.sh runs
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": "python"}
+    subprocess.run(["bash", "-ec", ". scripts/environment.sh test"], cwd=tmp_path, env=environment, check=True)
+    lines = asked.read_text().splitlines()
+    (torch,) = (line for line in lines if "torch==" in line)
+    assert torch.endswith(f"torch=={pins(kind)['torch']}{'' if kind == 'gpu' else '+cpu'}")
+    for line in (x for x in lines if "deepspeed" in x or " -e " in x or "setuptools" in x):
+        assert f"-c scripts/constraints-{kind}.txt" in line

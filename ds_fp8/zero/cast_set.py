@@ -66,9 +66,10 @@ class CastSet:
     def pin_scales(self) -> None:
         """Keep the scales where they are from now on: later casts write them in place, for CUDA graphs read them."""
         if self._pinned is None:
-            self._pinned = torch.zeros(self.num_scales, device=self._device)
+            # All of the buffer: behind the scales of a weight may lie those of its outlier blocks.
+            self._scales = self._pinned = self._scales.clone()
             for weight in self.weights:
-                weight.pin_scale(self._pinned)
+                weight.scale = weight.scales_in(self._pinned)
 
     def cast(self, wire: WireMeter) -> None:
         """Cast all shards from their numbers, on the current stream. Collective; the host waits for nothing.

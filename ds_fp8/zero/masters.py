@@ -143,10 +143,6 @@ class MasterSet(CastSet):
             if weight.source is Source.MASTER:
                 weight.apart = None
 
-    def pin_scales(self) -> None:
-        super().pin_scales()
-        self._scales = self._pinned
-
     # ---------------------------------------------------------------- a step
 
     def begin(self) -> None:

@@ -243,9 +243,6 @@ class ShardedWeight:
         """Note that the codes are those of the present numbers, with scales in the buffer `scales` of all weights."""
         self.stale, self.scale, self.shown = False, self.scales_in(scales), False
 
-    def pin_scale(self, buffer: torch.Tensor) -> None:
-        self.scale = self.scales_in(buffer).copy_(self.scale)
-
     def leave_fp8(self) -> None:
         """Let DeepSpeed gather this weight from now on; what is gathered in FP8 stays so until resharded."""
         self.in_fp8 = False

@@ -100,9 +100,9 @@ def test_a_micro_step_by_itself_leaves_the_same_gradients(ranks):
         assert not accumulates
 
 
-def pinned(pin):
+def pinned(pin, section, sizes):
     """Losses and masters of steps between which the scales are pinned, or are not."""
-    engine = built()
+    engine = models.build(models.config({**SECTION, **section}, **REUSE), sizes=sizes)
     losses = models.train(engine, 2)
     gather = engine.fp8.weights
     if pin:
@@ -114,8 +114,9 @@ def pinned(pin):
     return losses, masters(engine)
 
 
-def test_pinned_scales_follow_the_masters(ranks):
-    (losses, parts), (expected, wanted) = (ranks(2, pinned, pin)[0] for pin in (True, False))
+@pytest.mark.parametrize("section", [{}, {"preset": "precise"}, {"preset": "precise", "monitor": {"every": 2}}])
+def test_pinned_scales_follow_the_masters(ranks, section):
+    (losses, parts), (expected, wanted) = (ranks(2, pinned, pin, section, (132, 300))[0] for pin in (True, False))
     assert losses == expected
     assert all(torch.equal(*pair) for pair in zip(parts, wanted, strict=True))
 

@@ -41,19 +41,20 @@ PART, WARPS, PROGRAMS = 16, 8, 3
 @triton.jit
 def _at(pointers, valid, EVEN: tl.constexpr):
     """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""
+    # Read once: what lies aside stays in the cache before it.
     if EVEN:
-        x = tl.load(pointers)
+        x = tl.load(pointers, eviction_policy="evict_first")
     else:
-        x = tl.load(pointers, mask=valid, other=0)
+        x = tl.load(pointers, mask=valid, other=0, eviction_policy="evict_first")
     return x
 
 
 @triton.jit
 def _put(pointers, x, valid, EVEN: tl.constexpr):
     if EVEN:
-        tl.store(pointers, x)
+        tl.store(pointers, x, eviction_policy="evict_first")
     else:
-        tl.store(pointers, x, mask=valid)
+        tl.store(pointers, x, mask=valid, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -127,7 +128,7 @@ def _step(
             if WHAT != FINISH:
                 bits = tl.maximum(bits, amax_bits(w, 1))
             if WHAT == UPDATE:
-                tl.store(aside + (part + parts)[:, None] * 128 + across_block[None, :], w)
+                tl.store(aside + (part + parts)[:, None] * 128 + across_block[None, :], w, eviction_policy="evict_last")
             if WHAT == FINISH:
                 _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
             if WHAT != MEASURE:
@@ -160,7 +161,7 @@ def _step(
                 of_row = tl.multiple_of((part + many) * columns, [128])
                 valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
                 place = of_row[:, None] + across_block[None, :]
-                w = tl.load(aside + (part + many)[:, None] * 128 + across_block[None, :])
+                w = tl.load(aside + (part + many)[:, None] * 128 + across_block[None, :], eviction_policy="evict_last")
                 _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
             tl.debug_barrier()  # before the next block's lie there
 

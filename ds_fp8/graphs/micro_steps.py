@@ -12,12 +12,14 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
 import deepspeed
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_fp8.graphs.agreement import Action, Facts, GraphChecks, RankAgreement, decide, outputs_of
@@ -64,6 +66,10 @@ MAX_CHANGES = 3
 """Changes of a captured model's hooks or settings, after which nothing is captured any more."""
 
 OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
+
+
+class _Differentiates(Exception):
+    """A forward reads what it has saved: it computes gradients of its own."""
 
 
 class _Forward:
@@ -188,7 +194,7 @@ class MicroStepGraphs:
         self._agreement = RankAgreement(engine.device)
         self._checks = GraphChecks(engine.module, engine.device, self._micro_step, self._agreement)
         replace(engine, engine.module, "_call_impl", self)
-        self._evaluated = self._captured_once = self._gives_up = False
+        self._evaluated = self._captured_once = self._gives_up = self._differentiates = False
         self._changes = 0
         on_step(engine, self._end_where_compiled)
         before_load(engine, self.reset)
@@ -297,7 +303,8 @@ class MicroStepGraphs:
         # The schedule counts replays and not steps: these are the same on all ranks.
         unchecked, unmeasured = graph is None or not graph.schedule.due, not self._monitor.active
         if graph is not None and not (unchecked and unmeasured):
-            self._give_way(evaluates=unmeasured)  # before Python launches it beside the graph
+            # Before Python launches it beside the graph.
+            self._give_way(evaluates=unmeasured and not self._differentiates)
             graph = self._graphs.get(here.signature)
         mine = Facts(
             alone=not here.pending or self._captured_once,
@@ -431,14 +438,21 @@ class MicroStepGraphs:
         """Return what Python computes, without what backward would read: graphs hold the memory of that already."""
 
         def never(_: object) -> torch.Tensor:
-            raise AssertionError("this forward has no backward")
+            raise _Differentiates
 
-        state, sent = self._micro_step.remember(), self._wire.sent()  # DeepSpeed's hooks wait for the backward
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, never):
-            output = outputs_of(self._launch(here))
+        # DeepSpeed's hooks wait for the backward.
+        state, sent, before, output = self._micro_step.remember(), self._wire.sent(), self._checks.state(), None
+        try:
+            with nullcontext() if self._differentiates else saved_tensors_hooks(lambda tensor: None, never):
+                output = outputs_of(self._launch(here))
+        except _Differentiates:
+            self._differentiates = True
         self._micro_step.restore(state)
         self._wire.subtract(self._wire.sent() - sent)
         self._settle()
+        if output is None:
+            before.restore()
+            return self._compute(here)
         return output
 
     def _launch(self, here: Call) -> Any:

@@ -173,6 +173,45 @@ def test_training_has_the_same_bits_with_and_without_checks(ranks):
         assert ours[2].count("checked") > 3
 
 
+class Penalised(nn.Module):
+    """A model whose forward differentiates."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+    def forward(self, **kwargs):
+        loss = self.model(**kwargs).loss
+        with torch.enable_grad():
+            x = loss.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(x.sin() * x.exp(), x)
+        return loss * slope.abs()
+
+
+def penalised(captured):
+    engine, said = engine_of(model=Penalised(model_of()))
+    log = []
+    if captured:
+        engine.fp8.graphs = Graphs(engine)
+        log = engine.fp8.graphs.log
+    found = []
+    for step in range(8):
+        loss = engine(**batch(step))
+        engine.backward(loss)
+        engine.step()
+        found.append((loss.item(), float(engine.get_global_grad_norm())))
+    engine.destroy()
+    return found, log, [line for line in said if "off" in line]
+
+
+def test_a_forward_that_differentiates_is_checked(ranks):
+    for (theirs, *_), (ours, log, off) in zip(ranks(2, penalised, False), ranks(2, penalised, True), strict=True):
+        assert ours == theirs
+        assert log.count("checked") > 2
+        assert not off
+
+
 GENERATOR = torch.Generator()
 
 

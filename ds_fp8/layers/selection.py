@@ -48,7 +48,7 @@ WRAPPED_BY_PEFT = {"base_layer", "base_model", "model", "original_module"}
 
 def matches(name: str, pattern: str) -> bool:
     """Return whether `pattern` means the module of this dotted name: the name, one or more of its parts, or a glob."""
-    without_peft = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+    without_peft = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return f".{pattern}." in f".{name}." or any(fnmatchcase(known, pattern) for known in {name, without_peft})
 
 

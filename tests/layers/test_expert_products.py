@@ -7,7 +7,9 @@ import torch
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.experts.adapters import LowRank
 from ds_fp8.layers.experts.products import (
+    ExpertAdapters,
     ExpertProducts,
     ExpertWeights,
     expert_products,
@@ -60,6 +62,38 @@ def run(x, index, router_weights, gate_up, down, dy, products) -> tuple[torch.Te
     return y.detach(), Gradients(*(leaf.grad for leaf in leaves))
 
 
+def low_ranks(gate_up, down, rank=8, factor=1.0) -> ExpertAdapters:
+    """Adapters whose sum with the weights is about `factor` times as large as these."""
+
+    def of(weight):
+        experts, outputs, features = weight.shape
+        a = torch.randn(experts, rank, features, dtype=weight.dtype)
+        return LowRank(a * factor * (rank * features) ** -0.5, torch.randn(experts, outputs, rank, dtype=weight.dtype))
+
+    return ExpertAdapters(of(gate_up), of(down))
+
+
+def run_adapted(x, index, router_weights, gate_up, down, dy, products, adapters):
+    """Return the output, and the gradients of x, the router's weights and the adapters beside frozen weights."""
+    low_rank = [tensor.clone().requires_grad_() for tensor in adapters.tensors]
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, router_weights)]
+    weights = ExpertWeights(gate_up, down)
+    y = expert_products(leaves[0], index, leaves[1], weights, products, ExpertAdapters.of_tensors(low_rank))
+    y.backward(dy)
+    return y.detach(), [leaf.grad for leaf in (*leaves, *low_rank)]
+
+
+def sums_in_high_precision(x, index, router_weights, gate_up, down, dy, adapters):
+    """As run_adapted in FP32: experts with W + B A, and its gradient taken apart."""
+    low_rank = [LowRank(*(part.float() for part in adapter)) for adapter in adapters]
+    whole = [weight.float() + part.b @ part.a for weight, part in zip((gate_up, down), low_rank, strict=True)]
+    y, gradients = high_precision(x, index, router_weights, *whole, "silu", dy)
+    of_adapters = []
+    for dw, (a, b) in zip(gradients[2:], low_rank, strict=True):
+        of_adapters += [b.transpose(1, 2) @ dw, dw @ a.transpose(1, 2)]
+    return y, [*gradients[:2], *of_adapters]
+
+
 def assert_is_the_loop(given, products) -> None:
     x, *others, dy = given
     y, gradients = run(*given, products)
@@ -110,6 +144,62 @@ def test_fp8_beside_high_precision(counts):
     low, high = FP8_ERROR
     for found, wanted in zip((y, *gradients), (expected, *of_loop), strict=True):
         assert low < error(found, wanted) < high
+
+
+ADAPTED = {
+    "awkward counts": ((0, 1, 127, 128, 129), 1),
+    "one expert of some": ((200, 0, 0), 1),
+    "two choices": ((60, 7, 0, 130), 2),
+    "a token and an expert": ((1,), 1),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_adapters_alone_are_exact(case):
+    """Beside weights of zeros nothing is cast that counts."""
+    given = list(inputs(*ADAPTED[case], dtype=torch.float32))
+    adapters = low_ranks(*given[3:5])
+    given[3:5] = torch.zeros_like(given[3]), torch.zeros_like(given[4])
+    y, gradients = run_adapted(*given, settings(activations={"save": "bf16"}), adapters)
+    expected, of_reference = sums_in_high_precision(*given, adapters)
+    for found, wanted in zip((y, *gradients), (expected, *of_reference), strict=True):
+        assert found.shape == wanted.shape
+        assert error(found, wanted) < 1e-5
+    for gradient in gradients[2:]:
+        assert [bool(part.any()) for part in gradient] == [
+            count > 0 for count in ADAPTED[case][0]
+        ] or case == "two choices"
+
+
+@pytest.mark.parametrize("activations", [{}, {"recompute": "mlp"}, {"save": "bf16"}])
+def test_adapters_beside_weights_in_fp8(activations):
+    given = inputs((60, 7, 0, 130), 2)
+    adapters = low_ranks(*given[3:5], factor=0.3)
+    y, gradients = run_adapted(*given, settings(activations=activations), adapters)
+    expected, of_reference = sums_in_high_precision(*given, adapters)
+    low, high = FP8_ERROR
+    for found, wanted in zip((y, *gradients), (expected, *of_reference), strict=True):
+        assert low < error(found, wanted) < high
+
+
+def test_one_of_two_weights_may_have_an_adapter():
+    given = inputs((60, 7, 130), 2)
+    both, plain = low_ranks(*given[3:5]), run(*given, settings())[0]
+    for adapters in (both._replace(down=None), both._replace(gate_up=None)):
+        zeros = both._replace(
+            **{
+                name: LowRank(part.a, 0 * part.b)
+                for name, part in zip(both._fields, both, strict=True)
+                if getattr(adapters, name) is None
+            }
+        )
+        x, index, router_weights, *weights, _ = given
+        y, expected = (
+            expert_products(x, index, router_weights, ExpertWeights(*weights), settings(), chosen)
+            for chosen in (adapters, zeros)
+        )
+        assert torch.equal(y, expected)
+        assert not torch.equal(y, plain)
 
 
 def test_computed_again_it_is_the_same():
@@ -209,15 +299,20 @@ def test_the_kernels_fit_together(monkeypatch):
     def permute_cast(x, layout, format="e4m3", rowwise="1x128", columnwise=None, scale="pow2"):
         return layout_triton.permute_tiles(x, layout.source, layout.choices, format, rowwise, columnwise, scale)
 
-    def activation_cast(gate_up, activation, recipe, keep, factors):
-        _, cast, saved = gated.gated_forward(gate_up, activation, recipe.input, keep, row_factor=factors)
-        return GatedCast(cast, saved, None)
+    def activation_cast(gate_up, activation, recipe, keep, factors, product):
+        uncast, cast, saved = gated.gated_forward(
+            gate_up, activation, recipe.input, keep, row_factor=factors, product=product
+        )
+        return GatedCast(cast, saved, None, uncast)
 
-    def activation_backward(dproduct, saved, activation, recipe, down, row_factor, wgrad):
-        return GatedGradients(*gated.gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad))
+    def activation_backward(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast):
+        return GatedGradients(
+            *gated.gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
+        )
 
     given, products = inputs((5, 0, 130), 2, hidden=128), settings(wgrad={"input": "128x128"})
-    expected = run(*given, products)
+    adapters = low_ranks(*given[3:5])
+    expected = run(*given, products), run_adapted(*given, products, adapters)
     kernels = {
         "permute_cast": permute_cast,
         "grouped_matmul": lambda a, b, groups, backend, out_dtype: grouped_triton.multiply_tiles(
@@ -232,9 +327,10 @@ def test_the_kernels_fit_together(monkeypatch):
     }
     for name, kernel in kernels.items():
         monkeypatch.setattr(module, name, kernel)
-    found = run(*given, products)
-    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
-        assert error(one, other) < INTERPRETED
+    found = run(*given, products), run_adapted(*given, products, adapters)
+    for (y, gradients), (wanted, of_reference) in zip(found, expected, strict=True):
+        for one, other in zip((y, *gradients), (wanted, *of_reference), strict=True):
+            assert error(one, other) < INTERPRETED
 
 
 def test_infinity_is_seen():

@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.casts import quantize
@@ -106,6 +108,73 @@ def test_a_batch_without_tokens_has_zero_gradients():
     for weight in experts.parameters():
         assert not weight.grad.any()
         assert weight.grad.shape == weight.shape
+
+
+def adapted_pair(implementation, products="bf16", targets=("gate_up_proj", "down_proj")):
+    """As `pair`, a layer's experts below PEFT's wrappers, with two adapters; PEFT's own as the twin's."""
+    torch.manual_seed(0)
+    model = mixture("qwen3_moe")
+    model.config._experts_implementation = implementation
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=[], target_parameters=list(targets), init_lora_weights=False)
+    model = get_peft_model(model, lora, "first")
+    model.add_adapter("second", LoraConfig(**{**lora.to_dict(), "r": 2, "lora_alpha": 3, "use_rslora": True}))
+    model = model.bfloat16()
+    twin = copy.deepcopy(model)
+    convert(model, config(linear={"expert_products": products}))
+    experts, theirs = (one.base_model.model.model.layers[0].mlp.experts for one in (model, twin))
+    base = experts.get_base_layer()
+    gathered_in_fp8(base)
+    with torch.no_grad():
+        for name, own in theirs.get_base_layer().named_parameters(recurse=False):
+            own.copy_(decode(getattr(base, name)).view(own.shape))
+    return (model, experts), (twin, theirs)
+
+
+CHOSEN = {
+    "one": lambda model: model.set_adapter("first"),
+    "the other": lambda model: model.set_adapter("second"),
+    "both": lambda model: model.base_model.set_adapter(["first", "second"]),
+    "none": lambda model: model.disable_adapter_layers(),
+}
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_adapters_of_decoded_experts_are_pefts(implementation, chosen):
+    (model, ours), (twin, theirs) = adapted_pair(implementation)
+    for one in (model, twin):
+        CHOSEN[chosen](one)
+    found, expected = results(ours, inputs((1, 3))), results(theirs, inputs((1, 3)))
+    for mine, wanted in zip(found, expected, strict=True):
+        assert (mine is None) is (wanted is None)
+        # The same sum, and gradients, with one adapter, whose scale is a power of two.
+        assert mine is None or error(mine, wanted) <= (0 if chosen in ("one", "none") else 0.01)
+
+
+@pytest.mark.parametrize("targets", [("gate_up_proj", "down_proj"), ("gate_up_proj",), ("down_proj",)])
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_adapters_of_multiplied_experts_are_pefts(chosen, targets):
+    (model, ours), (twin, theirs) = adapted_pair("grouped_mm", "fp8", targets)
+    for one in (model, twin):
+        CHOSEN[chosen](one)
+    found, expected = results(ours, inputs()), results(theirs, inputs())
+    for mine, wanted in zip(found, expected, strict=True):
+        assert (mine is None) is (wanted is None)
+        assert mine is None or 0.001 < error(mine, wanted) < FP8_ERROR
+
+
+def test_experts_with_adapters_are_copied_and_restored():
+    (model, ours), _ = adapted_pair("grouped_mm")
+    expected = results(ours, inputs())
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(again).__name__ == "ParamWrapper"
+        for weight, own in zip(again.get_base_layer().parameters(), ours.get_base_layer().parameters(), strict=True):
+            setattr(weight, GATHERED, getattr(own, GATHERED))
+        for found, wanted in zip(results(again, inputs()), expected, strict=True):
+            assert found is wanted is None or torch.equal(found, wanted)
+    restore(model)
+    assert type(ours) is type(ours.base_layer) is ParamWrapper
+    assert not isinstance(ours.get_base_layer(), FP8Experts)
 
 
 class LeftToOthers(torch.nn.Module):

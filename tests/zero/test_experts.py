@@ -1,10 +1,13 @@
 """Mixtures of experts under ZeRO-3 with experts gathered in FP8, on real ranks."""
 
+from contextlib import nullcontext
+
+import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
 import ds_fp8
 from ds_fp8.casts import quantize
@@ -90,9 +93,16 @@ def test_gathered_experts_are_the_cast_of_the_whole(ranks, world):
         assert set(result.values()) == {(True, True, True)}
 
 
-def trained(architecture, section, steps):
+def adapt(model):
+    """Put PEFT's LoRA on every linear, router and weight of experts."""
+    torch.manual_seed(1)
+    inject_adapter_in_model(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False), model)
+    model.bfloat16()
+
+
+def trained(architecture, section, steps, prepare=None):
     """(losses, the experts' modules in FP8, largest difference of a weight between ranks)."""
-    engine = engine_of(architecture, section)
+    engine = engine_of(architecture, section, prepare)
     losses = train(engine, steps)
     apart = 0.0
     for weight in models.bf16_weights(engine).values():
@@ -126,6 +136,18 @@ def test_mixtures_train_as_bf16_does(ranks, architecture):
     assert fp8[0][1] == (1 if architecture == "deepseek_v3" else 2)
     assert fp8[0][2] == 0
     assert len(fp8) == 2
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("products", ["fp8", "bf16"])
+def test_adapters_on_experts_train_as_bf16_does(ranks, products, world, architecture):
+    fp8 = ranks(world, trained, architecture, {"linear": {"expert_products": products}}, 6, adapt)
+    bf16 = ranks(world, trained, architecture, {"enabled": False}, 6, adapt)
+    assert fp8[0][0] == pytest.approx(bf16[0][0], rel=0.02)
+    assert fp8[0][0] != bf16[0][0]
+    assert fp8[0][1] == (1 if architecture == "deepseek_v3" else 2)
+    assert fp8[0][2] == 0
 
 
 @pytest.mark.slow
@@ -178,7 +200,7 @@ ROUTING = {
 }
 
 
-def gradients(section, routing, implementation, recompute, accumulate, steps, zero):
+def gradients(section, routing, implementation, recompute, accumulate, steps, zero, adapted=False):
     """Gradients of the first step by name; more steps follow, so that traces are used and masters written."""
 
     def prepare(model):
@@ -189,6 +211,8 @@ def gradients(section, routing, implementation, recompute, accumulate, steps, ze
             route(model, reached[dist.get_rank()], keep[dist.get_rank()])
         if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+        if adapted:
+            adapt(model)
 
     engine = engine_of("qwen3_moe", section, prepare, accumulate=accumulate, **zero)
     result = {}
@@ -197,7 +221,7 @@ def gradients(section, routing, implementation, recompute, accumulate, steps, ze
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
         if step + 1 == accumulate:
-            named = engine.module.named_parameters()
+            named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
             result = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
         engine.step()
         assert loss.isfinite()
@@ -248,6 +272,17 @@ def test_gradients_are_those_of_the_decoded_weights(ranks, situation):
         chosen = {expert for rank in range(world) if keep[rank] for expert in reached[rank]}
         for gradient in experts.values():
             assert [bool(part.any()) for part in gradient] == [expert in chosen for expert in range(EXPERTS)]
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_gradients_of_adapters_are_those_beside_the_decoded_weights(ranks, situation):
+    routing, implementation, recompute, accumulate, zero = SITUATIONS[situation]
+    world = 3 if "rank" in situation else 2
+    ours = ranks(world, gradients, EXACT, routing, implementation, recompute, accumulate, 3, zero, True)
+    bf16 = {"enabled": False}, routing, "grouped_mm", None, accumulate, 1, zero, True
+    expected = ranks(world, gradients, *bf16)
+    compare(ours, expected, exactly=implementation == "grouped_mm")
+    assert sum("experts" in name for name in ours[0]) == 8
 
 
 def changing_traces(section, steps):
@@ -325,32 +360,43 @@ def test_lora_beside_frozen_experts_gathers_a_byte_and_sends_no_gradient_of_them
     assert stepped["all_gather_bytes"] <= 4 * learning
 
 
-def stopped_and_resumed(folder):
+def stopped_and_resumed(folder, section, prepare):
     """Losses of 4 steps, and of the last 2 by an engine that begins with a checkpoint; whether weights agree."""
-    engine = engine_of("qwen3_moe", {})
+    engine = engine_of("qwen3_moe", section, prepare)
     train(engine, 2)
     engine.save_checkpoint(folder)
     losses = train(engine, 2, start=2)
     weights = models.bf16_weights(engine)
     engine.destroy()
-    resumed = engine_of("qwen3_moe", {})
+    resumed = engine_of("qwen3_moe", section, prepare)
     resumed.load_checkpoint(folder)
     again = train(resumed, 2, start=2)
     return losses, again, all(torch.equal(weights[name], w) for name, w in models.bf16_weights(resumed).items())
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_resumed_run_is_the_run_that_did_not_stop(ranks, world, tmp_path):
-    for losses, again, same in ranks(world, stopped_and_resumed, str(tmp_path)):
+RESUMED = {
+    "two ranks": (2, {}, None),
+    "three ranks": (3, {}, None),
+    "one rank, adapters": (1, {"linear": {"expert_products": "fp8"}}, adapt),
+    "two ranks, adapters": (2, {"linear": {"expert_products": "fp8"}}, adapt),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_the_run_that_did_not_stop(ranks, case, tmp_path):
+    world, section, prepare = RESUMED[case]
+    for losses, again, same in ranks(world, stopped_and_resumed, str(tmp_path), section, prepare):
         assert losses == again
         assert same
 
 
-def moved_to_bf16():
+def moved_to_bf16(prepare=None):
     """Losses before and after the experts of one layer went back to BF16, and what is gathered in FP8 then."""
-    engine = engine_of("qwen3_moe", {})
+    engine = engine_of("qwen3_moe", {}, prepare)
     losses = train(engine, 2)
-    engine.fp8.health.move_to_bf16(["model.layers.0.mlp.experts"])
+    engine.fp8.health.move_to_bf16(
+        [next(name for name, m in engine.module.named_modules() if isinstance(m, FP8Experts))]
+    )
     losses += train(engine, 2, start=2)
     gather = engine.fp8.weights
     return losses, {name: gather.in_fp8(weight) for name, weight in experts_of(engine).items()}
@@ -364,6 +410,44 @@ def test_experts_of_one_layer_go_on_in_bf16(ranks):
         for layer in (0, 1)
         for name in ("gate_up_proj", "down_proj")
     }
+
+
+def test_experts_below_adapters_go_on_in_bf16(ranks):
+    losses, _ = ranks(2, moved_to_bf16, adapt)[0]
+    assert losses == pytest.approx(ranks(2, trained, "qwen3_moe", {"enabled": False}, 4, adapt)[0][0], rel=0.02)
+
+
+def saved_adapters(folder, section):
+    """Of a model whose experts alone are in FP8: logits after some steps, which PEFT alone has, too; bytes sent."""
+    model = mixture("qwen3_moe")
+    decoded_beforehand(model)
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora).bfloat16()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine = ds_fp8.initialize(model=model, model_parameters=parameters, config=models.config({**QUIET, **section}))[0]
+    train(engine, 2)
+    with deepspeed.zero.GatheredParameters(parameters):
+        if dist.get_rank() == 0:
+            engine.module.save_pretrained(folder)
+    dist.barrier()
+    plain = mixture("qwen3_moe")
+    decoded_beforehand(plain)
+    alone, logits = PeftModel.from_pretrained(plain, folder).to(engine.device).eval(), []
+    engine.eval()
+    ids = batch(9, 0).to(engine.device)
+    with torch.no_grad():
+        for disabled in (False, True):
+            for one in (engine, alone):
+                with one.module.disable_adapter() if disabled and one is engine else nullcontext():
+                    with alone.disable_adapter() if disabled and one is alone else nullcontext():
+                        logits.append(one(input_ids=ids, use_cache=False).logits)
+    return [(one - other).abs().max().item() for one, other in zip(logits[::2], logits[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_peft_alone_loads_adapters_of_experts(ranks, tmp_path, world):
+    assert ranks(world, saved_adapters, str(tmp_path), EXACT)[0] == [0, 0]
 
 
 def measured():

@@ -30,7 +30,9 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK
+from ds_fp8.layers.experts.adapters import FP8ParamWrapper, LowRank, active_low_ranks, wrappers_of
 from ds_fp8.layers.experts.products import (
+    ExpertAdapters,
     ExpertProducts,
     ExpertWeights,
     expert_products,
@@ -45,6 +47,9 @@ from ds_fp8.layers.linear.weights import GATHERED
 
 PRODUCTS = "expert_products"
 """Attribute of a module of experts that holds its ExpertProducts."""
+
+WRAPPERS = "expert_wrappers"
+"""Attribute of a module of experts that holds PEFT's modules around it, the innermost first."""
 
 FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 """By flag of transformers' interface: the value of the experts whose products are known."""
@@ -96,6 +101,8 @@ class ExpertsConversion:
     """Names of modules whose products are in FP8."""
     decoded: dict[str, str] = field(default_factory=dict)
     """Names of modules whose products were to be in FP8 and are in BF16, with the reason."""
+    adapted: list[str] = field(default_factory=list)
+    """Names of modules that carry adapters."""
     classes: set[type] = field(default_factory=set)
     """Classes of the converted modules, which must be ZeRO-3 leaf modules: their own forward may call a part of theirs
     once for every expert that has tokens, and what ZeRO-3 fetches next must not depend on that."""
@@ -111,34 +118,62 @@ class FP8Experts(Swapped):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the experts' own forward. Of experts without tokens the gradients are zero, on every rank."""
         weights = [self._parameters[name] for name in self.expert_recipes]
+        adapters = active_low_ranks(self)
         if hidden_states.shape[0]:
-            output = self._own_forward(hidden_states, *args, **kwargs)
+            output = self._own_forward(adapters, hidden_states, *args, **kwargs)
             if output.requires_grad or not torch.is_grad_enabled():
                 return output
         else:
             output = torch.empty_like(hidden_states)
         # No expert was called. What ZeRO-3 does after the gradient of a weight is complete it must do here too.
+        weights += (part for adapter in adapters.values() for part in adapter)
         return _Untouched.apply(output, hidden_states, *weights)
 
     def recipes_of_weights(self) -> list[tuple[nn.Parameter, LinearRecipe]]:
         return [(self._parameters[name], recipe) for name, recipe in self.expert_recipes.items()]
 
-    def _own_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _own_forward(self, adapters: Mapping[str, LowRank], *args: Any, **kwargs: Any) -> torch.Tensor:
         if PRODUCTS in vars(self):
             weights = ExpertWeights(self.gate_up_proj, self.down_proj)
-            return expert_products(*args, **kwargs, weights=weights, products=getattr(self, PRODUCTS))
-        gathered = {name: self._parameters[name] for name in self.expert_recipes}
-        gathered = {name: weight for name, weight in gathered.items() if getattr(weight, GATHERED, None) is not None}
-        if not gathered:
+            adapters = ExpertAdapters(adapters.get("gate_up_proj"), adapters.get("down_proj"))
+            products = getattr(self, PRODUCTS)
+            return expert_products(*args, **kwargs, weights=weights, products=products, adapters=adapters)
+        sources = {name: (self._parameters[name], adapters.get(name)) for name in self.expert_recipes}
+        sources = {name: source for name, source in sources.items() if source[1] or _gathered(source[0]) is not None}
+        if not sources:
             return super().forward(*args, **kwargs)
-        decoded = {name: _Decoded.apply(weight) for name, weight in gathered.items()}
-        places = {decoded[name].untyped_storage().data_ptr(): gathered[name] for name in decoded}
+        decoded = {name: _Decoded.apply(weight, *(adapter or ())) for name, (weight, adapter) in sources.items()}
+        places = {decoded[name].untyped_storage().data_ptr(): sources[name] for name in decoded}
         with _shown(self, decoded), _decoded_again(places):
             return super().forward(*args, **kwargs)
 
 
-def decode(weight: nn.Parameter, first: int = 0, rows: int | None = None) -> torch.Tensor:
-    """Return [rows, K] of a weight [E, N, K] that is gathered in FP8, in its dtype, from the `first` of all experts."""
+def _gathered(weight: nn.Parameter) -> QuantizedTensor | None:
+    return getattr(weight, GATHERED, None)
+
+
+@torch.no_grad()
+def decode(
+    weight: nn.Parameter, first: int = 0, rows: int | None = None, adapter: LowRank | None = None
+) -> torch.Tensor:
+    """Return [rows, K] of a weight [E, N, K], from the `first` of all experts' rows, in its dtype, plus an adapter.
+
+    The weight is gathered in FP8, or has an adapter and is there in its dtype.
+    """
+    if adapter is None:
+        return _decoded_rows(weight, first, rows)
+    N, (E, _, K) = adapter.b.shape[1], adapter.a.shape
+    rows = E * N if rows is None else rows
+    begin, end = first // N, math.ceil((first + rows) / N)
+    if _gathered(weight) is None:
+        matrices = weight[begin:end].clone()
+    else:
+        matrices = _decoded_rows(weight, begin * N, (end - begin) * N).view(-1, N, K)
+    matrices.baddbmm_(adapter.b[begin:end], adapter.a[begin:end])
+    return matrices.flatten(0, 1)[first - begin * N :][:rows]
+
+
+def _decoded_rows(weight: nn.Parameter, first: int, rows: int | None) -> torch.Tensor:
     gathered: QuantizedTensor = getattr(weight, GATHERED)
     rows = gathered.shape[0] if rows is None else rows
     # Whole blocks around the rows, which have their scales.
@@ -155,15 +190,20 @@ def decode(weight: nn.Parameter, first: int = 0, rows: int | None = None) -> tor
 
 
 class _Decoded(torch.autograd.Function):
-    """A weight [E, N, K] from its gathered codes; its gradient is that of the parameter."""
+    """A weight [E, N, K] from its gathered codes, plus b · a of an adapter; its gradient is that of the parameter."""
 
     @staticmethod
-    def forward(ctx, weight: nn.Parameter) -> torch.Tensor:
-        return decode(weight).view(weight.shape)
+    def forward(ctx, weight: nn.Parameter, a: torch.Tensor | None = None, b: torch.Tensor | None = None):
+        ctx.save_for_backward(a, b)
+        return decode(weight, adapter=None if a is None else LowRank(a, b)).view(weight.shape)
 
     @staticmethod
-    def backward(ctx, dw: torch.Tensor) -> torch.Tensor:
-        return dw
+    def backward(ctx, dw: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = dw if ctx.needs_input_grad[0] else None
+        a, b = ctx.saved_tensors
+        if a is None:
+            return wanted, None, None
+        return wanted, b.transpose(1, 2) @ dw, dw @ a.transpose(1, 2)
 
 
 class _Untouched(torch.autograd.Function):
@@ -190,36 +230,40 @@ class _Part(NamedTuple):
     """A view of a decoded weight that an operation saved for its backward."""
 
     weight: nn.Parameter
+    adapter: LowRank | None
     first: int
     rows: int
     view: tuple[tuple[int, ...], tuple[int, ...], int]
     """Size, stride and offset in those rows."""
 
 
-def _decoded_again(weights: Mapping[int, nn.Parameter]) -> contextlib.AbstractContextManager:
+def _decoded_again(
+    sources: Mapping[int, tuple[nn.Parameter, LowRank | None]],
+) -> contextlib.AbstractContextManager:
     """Saved-tensor hooks: store (weight, view) instead of decoded data; decode again in backward.
 
-    Everything else is left to the hooks that were there before (those of gradient checkpointing). `weights`: by the
-    addresses that they were decoded to.
+    Everything else is left to the hooks that were there before (those of gradient checkpointing). `sources`: weights
+    and their adapters by the addresses that they were decoded to.
     """
     # torch calls the innermost hooks alone, and has no public name for those around them.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = outer if outer is not None else (lambda value: value,) * 2
 
     def save(tensor: torch.Tensor) -> Any:
-        weight = weights.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-        if weight is None:
+        source = sources.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if source is None:
             return pack(tensor)
+        weight, adapter = source
         columns, start = weight.shape[-1], tensor.storage_offset()
         last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         first = start // columns
         rows = last // columns - first + 1
-        return _Part(weight, first, rows, (tensor.shape, tensor.stride(), start - first * columns))
+        return _Part(weight, adapter, first, rows, (tensor.shape, tensor.stride(), start - first * columns))
 
     def restore(saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Part):
             return unpack(saved)
-        return decode(saved.weight, saved.first, saved.rows).as_strided(*saved.view)
+        return decode(saved.weight, saved.first, saved.rows, saved.adapter).as_strided(*saved.view)
 
     return torch.autograd.graph.saved_tensors_hooks(save, restore)
 
@@ -243,8 +287,8 @@ def convert_experts(
 
     left: weights that stay in BF16. multiply: whether their products are to be in FP8 too.
     """
-    result = ExpertsConversion(left=dict(left))
-    for name, module in model.named_modules():
+    result, modules = ExpertsConversion(left=dict(left)), dict(model.named_modules())
+    for name, module in modules.items():
         recipes = {}
         for own_name in expert_weights(name, module):
             full_name = f"{name}.{own_name}".lstrip(".")
@@ -261,6 +305,12 @@ def convert_experts(
                 result.multiplied.append(name)
             module.__class__ = swapped_class(FP8Experts, type(module))
             result.classes.add(type(module))
+            wrappers = vars(module)[WRAPPERS] = tuple(wrappers_of(name, modules))
+            for wrapper in wrappers:
+                wrapper.__class__ = swapped_class(FP8ParamWrapper, type(wrapper))
+                result.classes.add(type(wrapper))
+            if wrappers:
+                result.adapted.append(name)
     return result
 
 
@@ -269,5 +319,7 @@ def restore_experts(module: nn.Module) -> list[nn.Parameter]:
     weights = [module._parameters[name] for name in module.expert_recipes]
     del module.expert_recipes
     vars(module).pop(PRODUCTS, None)
+    for wrapper in vars(module).pop(WRAPPERS, ()):
+        _, wrapper.__class__ = type(wrapper).__bases__
     _, module.__class__ = type(module).__bases__
     return weights

@@ -48,6 +48,16 @@ class ExpertLayout(NamedTuple):
     def choices(self) -> int:
         return self.place.shape[1]
 
+    @property
+    def ends(self) -> torch.Tensor:
+        """Return int32 [E], where the next expert's rows begin; rows of nobody, zeros, are the last one's."""
+        return torch.nn.functional.pad(self.starts[1:], (0, 1), value=len(self.source))
+
+    @property
+    def expert_of_row(self) -> torch.Tensor:
+        """Return int64 [R], 0 where it is none."""
+        return self.of_tile.clamp_min(0).long()[:, None].expand(-1, BLOCK).reshape(-1)
+
 
 def worst_case_rows(pairs: int, experts: int) -> int:
     """Return how many rows `pairs` of token and choice may need, a multiple of 128: at least one tile."""

@@ -230,7 +230,9 @@ def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
             f"{type(model).__name__} has no experts of transformers' interface of experts",
             remedy="record and replay the routing of models such as Mixtral, Qwen3-MoE, OLMoE or DeepSeek-V3",
         )
-    return {name: (module.get_submodule(name.rpartition(".")[0]), own.num_experts) for name, own in found.items()}
+    # Around PEFT's modules, if some are around the experts.
+    routers = {name: name.replace(".base_layer", "").rpartition(".")[0] for name in found}
+    return {name: (module.get_submodule(routers[name]), own.num_experts) for name, own in found.items()}
 
 
 def _checked(routes: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], experts: Mapping[str, int]) -> Routes:

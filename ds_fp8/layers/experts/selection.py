@@ -6,6 +6,7 @@ Experts are 3-D parameters [E, N, K] of one module, as transformers stores them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.layers.experts.adapters import wrappers_of, wraps_parameter
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.selection import first_matches, named_by_user
 
@@ -45,12 +47,14 @@ def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
     for full_name in names:
         name, _, own = full_name.rpartition(".")
         module = modules[name]
-        weight, parent = module._parameters[own], modules.get(name.rpartition(".")[0])
+        weight, around = module._parameters[own], wrappers_of(name, modules)
+        if not around and name:
+            around = [modules[name.rpartition(".")[0]]]
         casts = linear.overrides[override_of[full_name]] if full_name in override_of else linear
         reason = by_user.get(full_name)
         if config.param_gather.format == "bf16":
             reason = 'fp8.param_gather.format is "bf16"'
-        reason = reason or cast_of_experts(casts.weight.spec).why_not_gathered or _objection(module, weight, parent)
+        reason = reason or cast_of_experts(casts.weight.spec).why_not_gathered or _objection(module, weight, around)
         if reason is None and users[id(weight)] > 1:
             reason = "shared with another module"
         if reason is not None:
@@ -58,15 +62,18 @@ def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
     return left
 
 
-def _objection(module: nn.Module, weight: nn.Parameter, parent: nn.Module | None) -> str | None:
+def _objection(module: nn.Module, weight: nn.Parameter, around: Sequence[nn.Module]) -> str | None:
     if any(not hasattr(module, attribute) for attribute in INTERFACE):
         return f"{type(module).__name__} is not of transformers' interface of experts"
     if module.is_transposed:
         return "stored transposed"
     if "forward" in vars(module):
         return "have a forward set on the instance"
-    if "parametrizations" in module._modules or type(parent).__module__.startswith("peft."):
-        return "carry an adapter"
+    others = [part for part in around if type(part).__module__.startswith("peft.") and not wraps_parameter(part)]
+    if "parametrizations" in module._modules or others:
+        return "carry an adapter that is no LoRA of their parameters"
+    if shape_of(weight)[0] == 1 and any(map(wraps_parameter, around)):
+        return "carry an adapter, and there is one expert"
     if not weight.is_floating_point():
         return f"stored as {str(weight.dtype).removeprefix('torch.')}"
     _, rows, columns = shape_of(weight)

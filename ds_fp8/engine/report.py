@@ -172,6 +172,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "left_in_bf16": left,
         "experts_multiplied_in_fp8": len(state.conversion.experts.multiplied),
         "experts_decoded": state.conversion.experts.decoded,
+        "experts_with_adapters": len(state.conversion.experts.adapted),
         "fused_layers": len(state.conversion.fusion.layers),
         "fused_attention_halves": len(state.conversion.fusion.attention_halves),
         "fused_mlps": len(state.conversion.fusion.mlps),
@@ -398,6 +399,9 @@ def _experts(report: Mapping[str, Any]) -> Rows:
         yield "experts", f"{report['fp8_gathered_experts'] / total:.1%} of the parameters: gathered in FP8, {products}"
         for reason, names in _by_reason(decoded):
             yield "experts", f"multiplied in BF16: {names} ({reason})"
+        if layers := report["experts_with_adapters"]:
+            how = "added to these products" if count else "added to the decoded weights"
+            yield "experts", f"adapters on those of {layers} layers: low-rank parts in BF16, {how}"
 
 
 def _casts(report: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.layers.experts.adapters import of_experts, wraps_parameter
 from ds_fp8.layers.linear.adapters import is_lora
 from ds_fp8.train.stage import Lora
 
@@ -41,10 +42,16 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
 
 def with_adapters_merged(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the state dict of the plain model, W + s B A rounded to W's dtype, from the one of `model`."""
-    merged = dict(state)
-    for name, module in model.named_modules():
-        if is_lora(module):
-            a, b = (merged.pop(f"{name}.lora_{part}.{NAME}.weight").float() for part in "AB")
-            weight = merged[f"{name}.base_layer.weight"]
-            merged[f"{name}.base_layer.weight"] = (weight.float() + module.scaling[NAME] * (b @ a)).to(weight.dtype)
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in merged.items()}
+    merged, modules = dict(state), dict(model.named_modules())
+    for name, module in modules.items():
+        if not (is_lora(module) or wraps_parameter(module)):
+            continue
+        base, own = name, getattr(module, "parameter_name", "weight")
+        while f"{base}.base_layer" in modules:
+            base += ".base_layer"
+        a, b = (merged.pop(f"{name}.lora_{part}.{NAME}.weight").float() for part in "AB")
+        weight, scale = merged[f"{base}.{own}"], module.scaling[NAME]
+        if weight.dim() == 3:
+            a, b = of_experts(a, b, len(weight))
+        merged[f"{base}.{own}"] = (weight.float() + scale * (b @ a)).to(weight.dtype)
+    return {name.replace(".base_layer", ""): tensor for name, tensor in merged.items()}

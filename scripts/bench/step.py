@@ -24,7 +24,7 @@ The time of a step is that from the end of the step before to its own end, on th
 as far ahead as the code lets it, as in training.
 
 The model is Qwen2-like, or Qwen3-MoE-like for sizes of mixtures, with random weights of seed 0, made on the GPU; those
-of 32b and 70b one by one (--one-by-one), each sharded before the next, frozen ones of FP8 variants into host memory.
+of 32b, 70b and of qwen3-30b with adapters one by one (--one-by-one), each sharded before the next, frozen ones of FP8 variants into host memory.
 Tokens are synthetic (a noisy counter, quickly learnt) or the bytes of --text FILE. Every variant of this library sees
 the same tokens in the same order.
 """
@@ -271,7 +271,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gradients", choices=["fp32", "bf16"], default="fp32", help="accumulator (default fp32)")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
     parser.add_argument("--one-by-one", action="store_true", help="shard each weight before the next one is made")
-    parser.add_argument("--lora", type=int, default=0, metavar="R", help="train PEFT's adapters of this rank alone")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="R", help="train PEFT's adapters of this rank alone, on experts, too"
+    )
     parser.add_argument("--lora-dropout", type=float, default=0.0, metavar="P", help="of adapters (default 0)")
     parser.add_argument("--dpo", action="store_true", help="loss of DPO on pairs of sequences; needs --lora")
     parser.add_argument("--deterministic", action="store_true", help="attention that adds up in one order (MATH)")
@@ -287,6 +289,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     options.one_by_one = options.one_by_one or options.size in ("32b", "70b")
+    options.one_by_one |= options.size == "qwen3-30b" and bool(options.lora)
     options.variants = options.variants or ["bf16", "infir2", "infir2/bf16-wire"]
     if options.dpo and (not options.lora or options.sequences % 2):
         raise UserError("DPO needs adapters and pairs", key="--dpo", remedy="--lora 16 --sequences 2")

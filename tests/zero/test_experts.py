@@ -105,9 +105,9 @@ def in_bf16(model):
         parameter.data = parameter.data.bfloat16()
 
 
-def trained(architecture, section, steps, prepare=None):
+def trained(architecture, section, steps, prepare=None, stage=3):
     """(losses, the experts' modules in FP8, largest difference of a weight between ranks)."""
-    engine = engine_of(architecture, section, prepare)
+    engine = engine_of(architecture, section, prepare, stage=stage)
     losses = train(engine, steps)
     apart = 0.0
     for weight in models.bf16_weights(engine).values():
@@ -143,16 +143,16 @@ def test_mixtures_train_as_bf16_does(ranks, architecture):
     assert len(fp8) == 2
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("products", ["fp8", "bf16"])
-def test_adapters_on_experts_train_as_bf16_does(ranks, products, world, architecture):
-    fp8 = ranks(world, trained, architecture, {"linear": {"expert_products": products}}, 6, adapt)
-    bf16 = ranks(world, trained, architecture, {"enabled": False}, 6, adapt)
-    assert fp8[0][0] == pytest.approx(bf16[0][0], rel=0.02)
-    assert fp8[0][0] != bf16[0][0]
-    assert fp8[0][1] == (1 if architecture == "deepseek_v3" else 2)
-    assert fp8[0][2] == 0
+@pytest.mark.parametrize(("architecture", "world"), [("qwen3_moe", 1), ("deepseek_v3", 2), ("mixtral", 2)])
+def test_adapters_on_experts_train_as_bf16_does(ranks, architecture, world):
+    # Stage 2: under ZeRO-3 stock DeepSpeed loses its trace in DeepSeek-V3 with an adapter on the router.
+    bf16 = ranks(world, trained, architecture, {"enabled": False}, 6, adapt, 2)
+    for products in ("fp8", "bf16"):
+        fp8 = ranks(world, trained, architecture, {"linear": {"expert_products": products}}, 6, adapt)
+        assert fp8[0][0] == pytest.approx(bf16[0][0], rel=0.02)
+        assert fp8[0][0] != bf16[0][0]
+        assert fp8[0][1] == (1 if architecture == "deepseek_v3" else 2)
+        assert fp8[0][2] == 0
 
 
 @pytest.mark.slow

@@ -95,12 +95,15 @@ class LowRank(NamedTuple):
         return _over_rows(du, p, layout)
 
 
+def of_experts(a: torch.Tensor, b: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A [E, r, K] and B [E, N, r] from PEFT's [E r, K] and [N, r E], an expert's columns E apart."""
+    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+
+
 def low_rank(weight: nn.Parameter, wrapper: nn.Module, names: list[str]) -> LowRank:
     """Return adapters of a weight as one, in its dtype; gradients reach their parameters."""
-    experts = wrapper.num_experts
-    a = [wrapper.lora_A[name].weight.unflatten(0, (experts, -1)) for name in names]
-    # PEFT's B is [N, r E], an expert's columns E apart.
-    b = [wrapper.lora_B[name].weight.unflatten(1, (-1, experts)).permute(2, 0, 1) for name in names]
+    parts = [(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight) for name in names]
+    a, b = zip(*(of_experts(*part, wrapper.num_experts) for part in parts), strict=True)
     b = [part * wrapper.scaling[name] for part, name in zip(b, names, strict=True)]
     a, b = (torch.cat(parts, dim) if len(parts) > 1 else parts[0] for parts, dim in ((a, 1), (b, 2)))
     missing = -a.shape[1] % RANKS

@@ -30,7 +30,7 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.layers.experts.adapters import FP8ParamWrapper, LowRank, active_low_ranks, wrappers_of
+from ds_fp8.layers.experts.adapters import FP8ParamWrapper, LowRank, active_low_ranks, wrappers_of, wraps_parameter
 from ds_fp8.layers.experts.products import (
     ExpertAdapters,
     ExpertProducts,
@@ -311,6 +311,8 @@ def convert_experts(
                 result.classes.add(type(wrapper))
             if wrappers:
                 result.adapted.append(name)
+    # PEFT reads the parameters before it calls what it wraps, a router say, which is when ZeRO-3 would gather them.
+    result.classes.update(type(module) for module in modules.values() if wraps_parameter(module))
     return result
 
 

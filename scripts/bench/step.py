@@ -24,7 +24,8 @@ The time of a step is that from the end of the step before to its own end, on th
 as far ahead as the code lets it, as in training.
 
 The model is Qwen2-like, or Qwen3-MoE-like for sizes of mixtures, with random weights of seed 0, made on the GPU; those
-of 32b, 70b and of qwen3-30b with adapters one by one (--one-by-one), each sharded before the next, frozen ones of FP8 variants into host memory.
+of 32b, 70b, and of qwen3-30b with adapters one by one (--one-by-one), each sharded before the next, frozen ones of FP8
+variants into host memory.
 Tokens are synthetic (a noisy counter, quickly learnt) or the bytes of --text FILE. Every variant of this library sees
 the same tokens in the same order.
 """

@@ -37,7 +37,6 @@ from ds_fp8.commands.arguments import (
 from ds_fp8.config.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ds_fp8.data import StageData
@@ -154,22 +153,22 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
 
 def _loss(model: PreTrainedModel, stage: Stage, data: StageData, batches: int, words: str) -> float:
     from ds_fp8.export.folder import Progress
-    from ds_fp8.train.evaluation import validation_loss
+    from ds_fp8.train.evaluation import Alone, validation_loss
 
     progress = Progress(words, batches, say)
-    return validation_loss(_alone(model), stage, data.validation, batches, lambda: progress.add(1))
+    return validation_loss(Alone(model), stage, data.validation, batches, lambda: progress.add(1))
 
 
 def _answers(
     model: PreTrainedModel, stage: Stage, data: StageData, tokenizer: PreTrainedTokenizerBase, most: int
 ) -> dict[str, Any]:
-    from ds_fp8.train.evaluation import exact_match
+    from ds_fp8.train.evaluation import Alone, exact_match
 
     questions = data.questions[:most]
     if not questions:
         return {}
     say(f"answering {len(questions)} problems")
-    answers = exact_match(_alone(model), stage, tokenizer, questions, data.answer_pattern, lambda: None)
+    answers = exact_match(Alone(model), stage, tokenizer, questions, data.answer_pattern, lambda: None)
     return {"exact_match": answers.exact_match, "problems": len(questions)}
 
 
@@ -223,19 +222,3 @@ def _lines(result: dict[str, Any]) -> list[str]:
     for task, metrics in result.get("tasks", {}).items():
         lines += [f"{task}  {name:<28} {value:.5g}" for name, value in metrics.items()]
     return lines
-
-
-def _alone(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the model as what the evaluation of an engine takes."""
-    import torch
-
-    # As an engine shows itself: the model under `module`, its device, and forward by keywords.
-    class Alone(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module, self.device = model, model.device
-
-        def forward(self, **batch: torch.Tensor) -> Any:
-            return self.module(**batch)
-
-    return Alone()

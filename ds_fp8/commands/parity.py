@@ -4,6 +4,11 @@ Trains the stage for so many steps in FP8 and in BF16 from each of the seeds, on
 final validation losses with what another seed changes. Leaves parity.json and report.html in --out. Run it again and it
 continues where it stopped. The exit code is 0 where FP8 is no worse, else 1.
 
+    --more 0.1 --evaluations 32       what FP8 needs to BF16's final loss: steps, and seconds on the same GPUs
+
+A run in FP8 that ends above BF16 is made again with 10% more steps, the schedule stretched over them, and losses along
+the runs are compared by the weights in BF16, too.
+
     --grid fp8.preset=infir2,hybrid_fast,coat     every value against BF16; or every combination, or a --sweep FILE
     --grid optimizer.params.lr=5e-5,1e-4,2e-4     how robust is it?
 
@@ -12,6 +17,7 @@ Runs in BF16 are shared by points where they are the same. Of every point the pa
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +38,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import check_writable, read_json
 
 if TYPE_CHECKING:
+    from ds_fp8.report.page import Table
     from ds_fp8.train import Stage
 
 
@@ -42,6 +49,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=count, default=1, help="seeds, from train.seed upwards (default 1)")
     parser.add_argument("--gpus", "--ranks", type=count, help="ranks of every run (default: the GPUs; without GPUs 1)")
     parser.add_argument("--evaluations", type=count, default=10, help="evaluations along every run (default 10)")
+    parser.add_argument("--more", type=amount, metavar="SHARE", help="more steps of FP8, to BF16's final loss")
     parser.add_argument("--tolerance", type=amount, help="relative gap that is allowed (default 0.0025)")
     add_out(parser, "runs/parity")
     add_grid(parser)
@@ -51,7 +59,7 @@ def main() -> int:
 
     import torch
 
-    from ds_fp8.report.parity import comparisons_in, run_overrides, twins_of, write_parity
+    from ds_fp8.report import parity
     from ds_fp8.report.verdict import TOLERANCE
     from ds_fp8.train import load_stage
 
@@ -59,18 +67,33 @@ def main() -> int:
     stage = load_stage(file, arguments.set, ranks)
     points = read_points(arguments)
     stages = {point: load_stage(file, [*arguments.set, *changes], ranks) for point, changes in points.items()}
-    twins = twins_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
+    twins = parity.twins_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
     stages = {point: _with_length(stage) for point, stage in stages.items()}
-    changes = {}
+    along, changes = ["train.eval_bf16=true"] if arguments.more else [], {}
     for fp8, bf16 in twins:
         for cell in (fp8, bf16):
-            own = run_overrides(stages[fp8.point], cell, arguments.steps, arguments.evaluations, arguments.out)
-            changes[str(cell)] = [*arguments.set, *own]
+            own = parity.run_overrides(stages[fp8.point], cell, arguments.steps, arguments.evaluations, arguments.out)
+            changes[str(cell)] = [*arguments.set, *own, *along]
     _train_all(changes, file, ranks)
+    if arguments.more:
+        steps, changes = math.ceil(arguments.steps * (1 + arguments.more)), {}
+        for cell in parity.longer_runs(arguments.out, twins):
+            own = parity.run_overrides(stages[cell.point], cell, steps, 1, arguments.out)
+            changes[str(cell)] = [*arguments.set, *own]
+        _train_all(changes, file, ranks)
     title, tolerance = f"FP8 against BF16, {file.parent.name}/{file.name}", arguments.tolerance or TOLERANCE
-    figures, page, verdict = write_parity(comparisons_in(arguments.out, twins), arguments.out, title, tolerance)
+    points = parity.comparisons_in(arguments.out, twins)
+    figures, page, verdict = parity.write_parity(points, arguments.out, title, tolerance)
+    _print(parity.table_to_loss(points))
     print(f"\n{verdict}\nfigures: {figures}\nreport:  {page}")
     return 0 if verdict.passed else 1
+
+
+def _print(table: Table) -> None:
+    cells = [table.columns, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    print("", table.caption, "", *lines, sep="\n")
 
 
 def _with_length(stage: Stage) -> Stage:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from ds_fp8.report.runs import KINDS, Comparison
+from ds_fp8.train.metrics import BF16_LOSS
 
 INK, MUTED, GRID = "#000001", "#000002", "#000003"
 SERIES = tuple(f"#0000{number}" for number in range(11, 19))
@@ -123,6 +124,10 @@ def gap(comparison: Comparison, tolerance: float) -> str | None:
     if training[0]:
         late += _draw(axes, *training, GAP_POINTS, color=MUTED, linewidth=1, label="training, means")
     late += _draw(axes, *validation, color=FP8, marker="o", linestyle=_joined(validation[0]), label="validation")
+    in_bf16 = comparison.gaps(BF16_LOSS, first=1)
+    if len(in_bf16[0]) > 1:
+        line = {"color": BF16, "marker": "s", "fillstyle": "none", "linestyle": _joined(in_bf16[0])}
+        late += _draw(axes, *in_bf16, label="weights in BF16", **line)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     return _over_steps(figure, axes, late, f"Relative gap of the losses over the steps, {comparison.name}")
 

@@ -152,9 +152,9 @@ def _overview(comparisons: Sequence[Comparison]) -> Table:
     for comparison in comparisons:
         figures = [run_figures(run) for run in comparison.columns.values()]
         row = [comparison.name, f"{figures[0]['steps']:,}"]
-        row += [_number(entry["final_validation_loss"], "{:.4f}") for entry in figures]
-        row += [_number(gap_of(comparison), "{:+.2%}")] if len(figures) > 1 else []
-        rows.append(row + [_number(entry["exact_match"], "{:.0%}") for entry in figures])
+        row += [number(entry["final_validation_loss"], "{:.4f}") for entry in figures]
+        row += [number(gap_of(comparison), "{:+.2%}")] if len(figures) > 1 else []
+        rows.append(row + [number(entry["exact_match"], "{:.0%}") for entry in figures])
     if seeds(comparisons) and len(comparisons) > 1 and (gap := mean_gap(comparisons)):
         losses = [
             fmean(run.result[TRAINED] for run in kind)
@@ -208,7 +208,7 @@ def _figures(comparison: Comparison) -> Table:
         compared = ""
         if ratio and len(values) == 2 and values[0] is not None and values[1]:
             compared = ratio.format(values[0] / values[1] - 1 if "%" in ratio else values[0] / values[1])
-        return [name, *(_number(value, shape, unit) for value in values), compared]
+        return [name, *(number(value, shape, unit) for value in values), compared]
 
     rows = [
         row("validation loss before", "first_validation_loss", "{:.4f}"),
@@ -227,7 +227,7 @@ def _figures(comparison: Comparison) -> Table:
     rows.append(row("skipped steps", "skipped_steps", "{:,.0f}"))
     for name, key, shape, unit in ROUTING_ROWS:
         values = [entry["routing"] and entry["routing"][key] for entry in figures]
-        rows.append([name, *(_number(value, shape, unit) for value in values), ""])
+        rows.append([name, *(number(value, shape, unit) for value in values), ""])
     rows = [each for each in rows if set(each[1:-1]) != {NOT_MEASURED}]
     if len(figures) == 1:
         rows = [each[:-1] for each in rows]
@@ -235,7 +235,7 @@ def _figures(comparison: Comparison) -> Table:
     return Table(columns, rows, f"{comparison.run.result['steps']:,} steps")
 
 
-def _number(value: float | None, shape: str, unit: float = 1.0) -> str:
+def number(value: float | None, shape: str, unit: float = 1.0) -> str:
     if value is None:
         return NOT_MEASURED
     return f"{value / unit:,.0f}" if abs(value / unit) >= 1000 else shape.format(value / unit)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import comb
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,26 +14,38 @@ from typing import Any
 from ds_fp8.config.errors import UserError
 from ds_fp8.report import charts
 from ds_fp8.report.figures import stage_figures
-from ds_fp8.report.page import EMULATED, HTML, NOT_MEASURED, Page, Table, facts_of, page_of_runs
+from ds_fp8.report.page import EMULATED, HTML, NOT_MEASURED, Page, Table, facts_of, number, page_of_runs
 from ds_fp8.report.runs import KINDS, Comparison, RunRecord
 from ds_fp8.report.verdict import (
     LEVELS,
     LOSSES,
     TOLERANCE,
     TRAINED,
+    WEIGHTS,
     Verdict,
     diverged,
     exact_match_of,
+    gap_of,
     healthy,
     judge_point,
     mean_gap,
     runs_of,
     seed_noise,
 )
-from ds_fp8.train.run_folder import write_atomically
+from ds_fp8.train.metrics import BF16_LOSS
+from ds_fp8.train.run_folder import RESULT, write_atomically
 from ds_fp8.train.stage import Stage
 
 JSON = "parity.json"
+LONGER = "fp8_longer"
+"""Folder of the runs in FP8 that were made again, with more steps."""
+LOSSES_ALONG = {TRAINED: "validation_loss", WEIGHTS: BF16_LOSS}
+REACHED = (
+    "DeepSpeed's BF16 trains to its own final validation loss, FP8 until it is there. Each length is a run of its own, "
+    "the schedule stretched over it; between two lengths the loss is taken to fall on a line, and fewer steps than "
+    "BF16's are not tried. Seconds: steps by the median step, without start, evaluation and saving. BF16 better: how "
+    "often, of the evaluations at the same steps, and p of a sign test (those of one run are not independent)."
+)
 TEXT = (
     "A run diverged when its final validation loss is not finite, or nearer to the loss before the first step than to "
     "the best of the grid. A spike is a training loss that stands out from those before it, as train.spike_threshold "
@@ -49,7 +62,7 @@ class Cell:
     """One run of a comparison."""
 
     kind: str
-    """One of KINDS."""
+    """One of KINDS, or LONGER."""
     seed: int
     point: str = ""
     changes: tuple[str, ...] = ()
@@ -85,16 +98,16 @@ def twins_of(points: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[
 
 
 def run_overrides(stage: Stage, cell: Cell, steps: int, evaluations: int, out: Path) -> list[str]:
-    """Return the values of `--set` for one run of `steps` steps: the stage's schedule is shortened in proportion."""
+    """Return the values of `--set` for one run of `steps` steps: the stage's schedule is stretched in proportion."""
     schedule = stage.train.schedule
     overrides = [
         *cell.changes,
-        f"fp8.enabled={'true' if cell.kind == 'fp8' else 'false'}",
+        f"fp8.enabled={'false' if cell.kind == 'bf16' else 'true'}",
         f"train.seed={cell.seed}",
         f"train.steps={steps}",
         "train.epochs=null",
         f"train.run_dir={cell.folder(out)}",
-        f"train.eval_every={max(1, steps // evaluations)}",
+        f"train.eval_every={-(-steps // evaluations)}",
         "train.save_every=null",
         "train.keep_best=false",
         f"train.spike={'warn' if stage.train.spike == 'rollback' else stage.train.spike}",
@@ -111,8 +124,88 @@ def comparisons_in(out: Path, twins: Sequence[tuple[Cell, Cell]]) -> dict[str, l
     records = {cell: RunRecord(cell.folder(out)) for pair in twins for cell in pair}
     found: dict[str, list[Comparison]] = {}
     for fp8, bf16 in twins:
-        found.setdefault(fp8.point, []).append(Comparison(f"seed_{fp8.seed}", records[fp8], records[bf16]))
+        again = replace(fp8, kind=LONGER).folder(out)
+        longer = RunRecord(again) if (again / RESULT).is_file() else None
+        found.setdefault(fp8.point, []).append(Comparison(f"seed_{fp8.seed}", records[fp8], records[bf16], longer))
     return found
+
+
+def longer_runs(out: Path, twins: Sequence[tuple[Cell, Cell]]) -> list[Cell]:
+    """Return the runs to make again with more steps: those in FP8 that have finished above BF16, by either loss."""
+    found = [each for some in comparisons_in(out, twins).values() for each in some]
+    behind = [any((gap_of(each, key) or 0) > 0 for key in LOSSES) for each in found]
+    return [replace(fp8, kind=LONGER) for (fp8, _), again in zip(twins, behind, strict=True) if again]
+
+
+def steps_to_loss(each: Comparison, key: str = TRAINED) -> float | None:
+    """Return the steps in which FP8 has BF16's final loss, as REACHED says; None where it has not got there."""
+    goal, short, longer = each.twin.result[key], each.run.result, (each.longer or each.run).result
+    if goal is None or short[key] is None:
+        return None
+    if short[key] <= goal:
+        return short["steps"]
+    if longer[key] is None or longer[key] > goal:
+        return None
+    share = (short[key] - goal) / (short[key] - longer[key])
+    return short["steps"] + share * (longer["steps"] - short["steps"])
+
+
+def sign_test(more: int, less: int) -> float:
+    """Return the probability that a fair coin falls so unevenly, or more, to either side."""
+    count = more + less
+    return min(1.0, 2 * sum(comb(count, n) for n in range(max(more, less), count + 1)) / 2**count)
+
+
+def to_loss(found: Sequence[Comparison], key: str = TRAINED) -> dict[str, Any]:
+    """Return the figures on the way to BF16's final loss, over the seeds; None where one does not get there."""
+    needed = [steps_to_loss(each, key) for each in found]
+    steps, ours = None if None in needed else fmean(needed), fmean(each.run.result["step_seconds"] for each in found)
+    bf16_steps, theirs = found[0].twin.result["steps"], fmean(each.twin.result["step_seconds"] for each in found)
+    gaps = [each.gaps(LOSSES_ALONG[key], first=1)[1] for each in found]
+    signs = [[sum(sign * gap > 0 for gap in some) for sign in (1, -1)] for some in gaps]
+    return {
+        "steps_by_seed": needed,
+        "steps_tried": max((each.longer or each.run).result["steps"] for each in found),
+        "steps": steps,
+        "steps_ratio": steps and steps / bf16_steps,
+        "step_seconds": ours,
+        "seconds": steps and steps * ours,
+        "seconds_ratio": steps and steps * ours / (bf16_steps * theirs),
+        "gap_along": fmean(gap for some in gaps for gap in some) if any(gaps) else None,
+        "bf16_better": [
+            {"of": len(some), "times": more, "p": sign_test(more, less)}
+            for some, (more, less) in zip(gaps, signs, strict=True)
+        ],
+    }
+
+
+def table_to_loss(points: Points) -> Table:
+    """Return a row for DeepSpeed's BF16, and two for each point: by its losses as trained, and in BF16."""
+    own = {point: found for point, found in points.items() if found[0].run.kind == "bf16"}
+    rows = []
+    for point, found in points.items():
+        bf16 = [Comparison(each.name, each.twin, each.twin) for each in found]
+        for name, losses, some, key in (
+            ("DeepSpeed's BF16", "", bf16, TRAINED),
+            (point or "FP8", "as trained", found, TRAINED),
+            (point or "FP8", "in BF16", found, WEIGHTS),
+        ):
+            way = to_loss(some, key)
+            steps = f"not within {way['steps_tried']:,} ({way['steps_by_seed'].count(None)} of {len(some)} seeds)"
+            row = [name, losses, number(way["steps"], "{:.0f}") if way["steps"] else steps]
+            row += [number(way["steps_ratio"], "{:.3f}"), number(way["step_seconds"], "{:.1f}", 1e-3)]
+            row += [number(way["seconds"], "{:.1f}"), number(way["seconds_ratio"], "{:.3f}")]
+            row += [number(way["seconds"] and way["seconds"] / _seconds(others), "{:.3f}") for others in own.values()]
+            row.append(number(way["gap_along"], "{:+.2%}"))
+            row.append(", ".join("{times} of {of} (p {p:.2g})".format(**seed) for seed in way["bf16_better"]))
+            if row not in rows:
+                rows.append(row)
+    columns = ["run", "losses", "steps", "/ BF16", "ms a step", "seconds", "/ BF16", *(f"/ {point}" for point in own)]
+    return Table([*columns, "mean gap along", "BF16 better"], rows, REACHED)
+
+
+def _seconds(found: Sequence[Comparison]) -> float:
+    return fmean(each.run.result["steps"] * each.run.result["step_seconds"] for each in found)
 
 
 def grid_of(points: Points) -> list[Comparison]:
@@ -160,6 +253,7 @@ def compare(points: Points, tolerance: float = TOLERANCE) -> dict[str, Any]:
         for key, suffix in zip(LOSSES, ("", "_bf16"), strict=True):
             mean = mean_gap(found, key)
             entry |= {f"gap{suffix}": mean and mean.mean, f"gap_standard_error{suffix}": mean and mean.error}
+            entry[f"to_bf16_loss{suffix}"] = to_loss(found, key)
     first = next(iter(points.values()))[0].run.result
     shared = {key: first.get(key) for key in ("steps", "device", "versions", "made")}
     return {"passed": verdict.passed, "verdict": str(verdict), "tolerance": tolerance, **shared, "points": figures}
@@ -173,6 +267,7 @@ def write_parity(points: Points, folder: Path, title: str, tolerance: float = TO
         page = page_of_runs(next(iter(points.values())), verdict, title, tolerance)
     else:
         page = _page_of_points(points, verdict, title)
+    page.tables = [*page.tables, table_to_loss(points)]
     write_atomically(folder / HTML, page.html())
     return folder / JSON, folder / HTML, verdict
 

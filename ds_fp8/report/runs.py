@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat, read_json
-from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.metrics import BF16_LOSS, read_metrics
 from ds_fp8.train.run_folder import CONFIG, METRICS, RESULT, Invalid, read_object
 
 KINDS = ("fp8", "bf16")
@@ -52,6 +52,11 @@ class RunRecord:
         pairs = [(record["step"], record[key]) for record in self.metrics if record.get(key) is not None]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
+    def losses(self, key: str) -> dict[int, float]:
+        """Return losses of a kind by step; where nothing is cast, those in BF16 are the validation losses."""
+        steps, losses = self.series(key)
+        return dict(zip(steps, losses, strict=True)) if steps or key != BF16_LOSS else self.losses("validation_loss")
+
     def events(self, name: str) -> list[dict[str, Any]]:
         return [record for record in self.metrics if record.get("event") == name]
 
@@ -77,6 +82,8 @@ class Comparison:
     """Name of the stage or the seed."""
     run: RunRecord
     twin: RunRecord | None = None
+    longer: RunRecord | None = None
+    """The run again, with more steps."""
 
     @property
     def columns(self) -> dict[str, RunRecord]:
@@ -89,7 +96,7 @@ class Comparison:
 
     def gaps(self, key: str, first: int = 0) -> tuple[list[int], list[float]]:
         """Return the steps from `first` on at which both have a loss, and FP8 / BF16 - 1 of it."""
-        ours, theirs = (dict(zip(*run.series(key), strict=True)) for run in self.columns.values())
+        ours, theirs = (run.losses(key) for run in (self.run, self.twin))
         steps = [step for step in ours if step >= first and theirs.get(step)]
         return steps, [ours[step] / theirs[step] - 1 for step in steps]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
-from transformers import PreTrainedTokenizerBase
+from torch.func import functional_call
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ds_fp8.data import IGNORED, PackedDataset, stop_tokens
 from ds_fp8.data.rows import measured_rows
@@ -44,9 +46,22 @@ class Answers:
     """The first of this rank's questions."""
 
 
+class Alone(torch.nn.Module):
+    """A model that is whole on this rank, with what evaluation asks of an engine."""
+
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor] | None = None):
+        """`tensors`: parameters and buffers by name, in place of the model's own."""
+        super().__init__()
+        self.module, self.tensors = model, tensors or {}
+        self.device = next(iter(tensors.values())).device if tensors else model.device
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return functional_call(self.module, self.tensors, (), batch)
+
+
 @torch.no_grad()
 def validation_loss(
-    engine: DeepSpeedEngine, stage: Stage, rows: PackedDataset, batches: int, check: Callable[[], None]
+    engine: DeepSpeedEngine | Alone, stage: Stage, rows: PackedDataset, batches: int, check: Callable[[], None]
 ) -> float:
     """Return the mean loss per label token, in nats, over the first `batches` batches of `rows`. Collective.
 
@@ -72,7 +87,7 @@ def validation_loss(
 
 @torch.no_grad()
 def exact_match(
-    engine: DeepSpeedEngine,
+    engine: DeepSpeedEngine | Alone,
     stage: Stage,
     tokenizer: PreTrainedTokenizerBase,
     questions: list[Question],

@@ -7,7 +7,7 @@ reductions over all ranks and one wait for the device, however many steps were d
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from ds_fp8.data import StageData
 from ds_fp8.train import resume
 from ds_fp8.train.batches import BatchesAhead
 from ds_fp8.train.checkpoints import RunState, move_in_data
-from ds_fp8.train.evaluation import exact_match, validation_loss
+from ds_fp8.train.evaluation import Alone, exact_match, validation_loss
 from ds_fp8.train.metrics import (
     ANSWERS,
     BF16_LOSS,
@@ -39,6 +39,7 @@ from ds_fp8.train.metrics import (
     peak_memory_bytes,
     reserved_memory_bytes,
 )
+from ds_fp8.train.model import without_casts
 from ds_fp8.train.processes import Interrupt
 from ds_fp8.train.saving import CheckpointWriter
 from ds_fp8.train.stage import Stage
@@ -266,6 +267,8 @@ class TrainingLoop:
         at_an_end = step in (0, config.steps)
         if at_an_end or (config.eval_every and step % config.eval_every == 0):
             self._measure_loss("validation")
+            if config.eval_bf16 and step:
+                self._measure_in_bf16(lambda: without_casts(self.stage, self.engine))
         if step == config.steps and len(self.data.test):
             self._measure_loss("test")
         if at_an_end:
@@ -273,12 +276,19 @@ class TrainingLoop:
 
     def evaluate_bf16_weights(self) -> None:
         """Measure, after the last step, the validation loss of the BF16 weights without casts; casting ends with it."""
+
+        def stopped() -> deepspeed.DeepSpeedEngine:
+            self.engine.fp8.stop_casting()
+            return self.engine
+
+        self._measure_in_bf16(stopped)
+
+    def _measure_in_bf16(self, model: Callable[[], deepspeed.DeepSpeedEngine | Alone]) -> None:
         # Asked of the log: a run that was stopped after this measurement and resumed does not repeat it.
         if not self.engine.fp8.casts or self.log.has(self.step, BF16_LOSS):
             return
-        self.engine.fp8.stop_casting()
         rows, batches = self.data.validation, self.stage.train.eval_batches
-        loss = validation_loss(self.engine, self.stage, rows, batches, self._check_slow)
+        loss = validation_loss(model(), self.stage, rows, batches, self._check_slow)
         self._report(self.step, BF16_LOSS, loss, f"validation loss of the weights in BF16, without casts, {loss:.4f}")
 
     def _measure_loss(self, split: Literal["validation", "test"]) -> None:

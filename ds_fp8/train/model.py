@@ -31,6 +31,7 @@ from ds_fp8.research import munit
 from ds_fp8.train import packed_attention
 from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.checkpoints import hashes_of
+from ds_fp8.train.evaluation import Alone
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 from ds_fp8.train.stored_model import (
@@ -130,6 +131,20 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
     on_host = stage.train.lora is not None and fp8.enabled and fp8.param_gather.format != "bf16"
     shard_one_by_one(model, stage.raw, on_host, memory if received else None)
     return model
+
+
+@torch.no_grad()
+def without_casts(stage: Stage, engine: deepspeed.DeepSpeedEngine) -> Alone:
+    """Return the engine's model as transformers computes it, with a copy of all its weights in BF16. Collective."""
+    whole: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            whole[parameter] = parameter.to(engine.device, copy=True)
+    tensors = dict(engine.module.named_buffers(remove_duplicate=False))
+    tensors |= {name: whole[p] for name, p in engine.module.named_parameters(remove_duplicate=False)}
+    with init_empty_weights(include_buffers=True):
+        model = _prepare(stage, AutoModelForCausalLM.from_config(engine.module.config, **_options(stage)))
+    return Alone(model, tensors)
 
 
 def shard_one_by_one(

@@ -179,6 +179,10 @@ class TrainConfig(Section):
     """Steps between validations, beside those before the first step and after the last."""
     eval_batches: int = Field(8, gt=0)
     """Batches of a validation, as large as training's."""
+    eval_bf16: bool = False
+    """Measure validations along the run by the weights in BF16, too, without casts: each rank then holds all of them.
+
+    Without effect where nothing is cast."""
     save_every: int | None = Field(None, gt=0)
     """Steps between checkpoints, beside the one after the last step."""
     keep_last: int = Field(2, gt=0)
@@ -328,6 +332,9 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
     shared_by = sequence_parallel_size(raw)
     check_ranks(shared_by, world)
     _check_shared(configuration, model, data, shared_by)
+    if train.eval_bf16 and shared_by > 1:
+        problem = "a rank alone evaluates in BF16 along a run, and here ranks share sequences"
+        raise UserError(problem, key="train.eval_bf16", remedy="remove it; no --more in ds-fp8 parity")
     global_batch, micro_batch, accumulation = resolve_batch(raw, world // shared_by)
     check_sections(configuration)
     preflight.check_trains(configuration, None, ())

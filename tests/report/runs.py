@@ -87,6 +87,8 @@ def finished_run(
         "right": enabled,
     }
     records.append({"step": 10, "event": "answers", "answers": [sample]})
+    if enabled:
+        records.append({"step": 10, "validation_loss_bf16": result["final_loss_bf16"]})
     records.append({"step": 10, "validation_loss": loss, "exact_match": answered, "problems": 50})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ds_fp8.commands.evaluate import _alone, _as_json, _loss, _stage
+from ds_fp8.commands.evaluate import _as_json, _loss, _stage
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.research import munit
 from ds_fp8.train import load_stage, packed_attention, train
-from ds_fp8.train.evaluation import validation_loss
+from ds_fp8.train.evaluation import Alone, validation_loss
+from ds_fp8.train.metrics import BF16_LOSS, read_metrics
 from ds_fp8.train.model import build_model, load_model_config
 
 MANY = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
@@ -52,7 +53,7 @@ def trained_and_loaded(file, cache):
         stage.run_dir / "model", dtype=torch.bfloat16, attn_implementation=stage.model.attn_implementation
     )
     data = build_data(stage.data, build_tokenizer(stage.data))
-    return validation_loss(_alone(model), stage, data.validation, stage.train.eval_batches, lambda: None)
+    return validation_loss(Alone(model), stage, data.validation, stage.train.eval_batches, lambda: None)
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json():
@@ -89,12 +90,13 @@ def test_rows_that_ranks_share_are_evaluated_by_one(tiny, write, ranks, tmp_path
     assert alone == shared == of_two
 
 
+@pytest.mark.parametrize("along", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tmp_path, cache_home, case):
+def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tmp_path, cache_home, case, along):
     options = CASES[case]
     tiny["zero_optimization"] |= options.get("zero", {})
     tiny["fp8"] |= options.get("fp8", {})
-    tiny["train"] |= {"run_dir": str(tmp_path / "run"), "steps": 6}
+    tiny["train"] |= {"run_dir": str(tmp_path / "run"), "steps": 6, "eval_every": 3, "eval_bf16": along}
     if "attention" in options:
         tiny["model"]["attn_implementation"] = options["attention"]
     file = write(tiny)
@@ -103,6 +105,23 @@ def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tm
     assert result["final_loss_bf16"] == pytest.approx(found, abs=2e-6)  # summed in another order
     assert abs(result["final_loss"] - found) > 1e-5  # a tiny model: casts change little
     assert result["fp8"]["moved_to_bf16"] == []
+    steps = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if BF16_LOSS in r]
+    assert steps == ([3, 6] if along else [6])
+
+
+@pytest.mark.parametrize("case", ["blocks", "weights that stay gathered", "outlier channels"])
+def test_evaluation_in_bf16_changes_no_step(tiny, write, ranks, tmp_path, cache_home, case):
+    tiny["zero_optimization"] |= CASES[case].get("zero", {})
+    tiny["fp8"] |= CASES[case].get("fp8", {})
+    seen = []
+    for along in (False, True):
+        folder = tmp_path / str(along)
+        tiny["train"] |= {"run_dir": str(folder), "steps": 6, "eval_every": 2, "eval_bf16": along}
+        ranks(2, trained, write(tiny), str(cache_home))
+        records = read_metrics(folder / "metrics.jsonl")
+        seen.append([(r["step"], r[key]) for key in ("loss", "validation_loss") for r in records if key in r])
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 6 + 4
 
 
 def test_without_casts_there_is_one_loss(tiny, write, ranks, tmp_path, cache_home):

@@ -16,16 +16,20 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.report import charts
 from ds_fp8.report.parity import (
+    LONGER,
     Cell,
     compare,
     comparisons_in,
     grid_of,
     judge_grid,
     run_overrides,
+    sign_test,
+    table_to_loss,
+    to_loss,
     twins_of,
     write_parity,
 )
-from ds_fp8.report.verdict import ExactMatch, Gap, diverged, judge, judge_all, judge_seeds, seed_noise
+from ds_fp8.report.verdict import LOSSES, WEIGHTS, ExactMatch, Gap, diverged, judge, judge_all, judge_seeds, seed_noise
 from ds_fp8.train import load_stage
 from tests.browser import look
 from tests.report.runs import finished_run
@@ -39,6 +43,75 @@ def runs_of(tmp_path, fp8: list[float], bf16: list[float], first=7):
         for loss, cell in zip(losses, cells, strict=True):
             finished_run(cell.folder(tmp_path), loss, 10, 0.5, enabled=cell.kind == "fp8")
     return comparisons_in(tmp_path, twins)[""]
+
+
+@pytest.mark.parametrize(
+    ("fp8", "longer", "steps", "in_bf16"),
+    [
+        (2.0, None, 10, 10),
+        (1.9, None, 10, 10),  # not fewer: nothing is extrapolated
+        (2.02, 1.98, 11, 10 + 2 * (2.02 * 0.996 - 2) / (0.04 * 0.996)),
+        (2.005, 2.001, None, 10),
+        (2.02, 2.02, None, None),
+        (2.02, None, None, None),
+        (None, None, None, None),
+    ],
+)
+def test_steps_to_the_final_loss_of_bf16(fp8, longer, steps, in_bf16, tmp_path):
+    """In FP8 the fakes have a loss in BF16 that is 0.4% lower, and DeepSpeed's BF16 takes half as long again a step."""
+    twins = twins_of({"": ()}, [7])
+    finished_run(twins[0][0].folder(tmp_path), fp8, 10, 0.5)
+    finished_run(twins[0][1].folder(tmp_path), 2.0, 10, 0.5, enabled=False, step_seconds=0.75)
+    if longer:
+        finished_run(Cell(LONGER, 7).folder(tmp_path), longer, 10, 0.5, steps=12)
+    found = comparisons_in(tmp_path, twins)[""]
+    figures, rows = [to_loss(found, key) for key in LOSSES], table_to_loss({"": found}).rows
+    for way, row, expected in zip(figures, rows[1:], (steps, in_bf16), strict=True):
+        assert way["steps"] == (expected and pytest.approx(expected))
+        assert way["steps_ratio"] == (expected and pytest.approx(expected / 10))
+        assert way["seconds_ratio"] == (expected and pytest.approx(expected / 10 * 0.5 / 0.75))
+        assert row[2] == (f"{expected:.0f}" if expected else f"not within {12 if longer else 10} (1 of 1 seeds)")
+        assert (row[6] == "–") == (expected is None)
+    assert rows[0][:7] == ["DeepSpeed's BF16", "", "10", "1.000", "750.0", "7.5", "1.000"]
+
+
+def test_the_gaps_along_the_runs_are_counted(tmp_path):
+    found = runs_of(tmp_path, [2.02, 2.02], [2.0, 2.0])
+    for each, losses in zip(found, ([2.0, 1.9, 2.2], [2.2, 2.2, 2.2]), strict=True):
+        for step, loss in enumerate(losses, 1):
+            each.run.metrics += [{"step": step, "validation_loss": 2.5}, {"step": step, "validation_loss_bf16": loss}]
+            each.twin.metrics.append({"step": step, "validation_loss": 2.0})
+    way = to_loss(found, WEIGHTS)  # with those after the last step, 0.6% above
+    assert [(seed["times"], seed["of"]) for seed in way["bf16_better"]] == [(2, 4), (4, 4)]
+    assert [seed["p"] for seed in way["bf16_better"]] == [1.0, pytest.approx(2 / 2**4)]  # a tie is left out
+    assert way["gap_along"] == pytest.approx((0 - 0.05 + 0.1 + 3 * 0.1 + 2 * (2.02 * 0.996 / 2 - 1)) / 8)
+    assert [seed["times"] for seed in to_loss(found)["bf16_better"]] == [4, 4]
+    assert "weights in BF16" in charts.gap(found[0], 0.0025)
+
+
+def test_bf16_by_our_own_layers_is_a_row_and_a_column(tmp_path):
+    points = {name: twins_of({name: ()}, [7]) for name in ("precise", "own BF16")}
+    for (pair,), loss, linears, seconds in zip(points.values(), (2.0, 1.99), (14, 0), (0.5, 0.6), strict=True):
+        fp8 = {"enabled": True, "fp8_linears": linears, "notes": []}
+        finished_run(pair[0].folder(tmp_path), loss, 10, 0.5, fp8=fp8, step_seconds=seconds)
+    # Without changes of their own both have the stage's twin, named by the first.
+    finished_run(points["precise"][0][1].folder(tmp_path), 2.0, 10, 0.5, enabled=False)
+    shared = [(pair[0], points["precise"][0][1]) for (pair,) in points.values()]
+    table = table_to_loss(comparisons_in(tmp_path, shared))
+    assert [row[:2] for row in table.rows] == [
+        ["DeepSpeed's BF16", ""],
+        ["precise", "as trained"],
+        ["precise", "in BF16"],
+        ["own BF16", "as trained"],
+        ["own BF16", "in BF16"],
+    ]
+    assert table.columns[7] == "/ own BF16"
+    assert [row[7] for row in table.rows] == ["0.833", "0.833", "0.833", "1.000", "1.000"]
+
+
+@pytest.mark.parametrize(("better", "count", "p"), [(16, 32, 1), (21, 32, 0.11), (22, 32, 0.05), (10, 32, 0.05)])
+def test_the_sign_test_is_that_of_the_binomial_distribution(better, count, p):
+    assert sign_test(better, count - better) == pytest.approx(p, abs=5e-4)
 
 
 def figures_of(tmp_path, fp8, bf16):
@@ -177,7 +250,7 @@ def test_a_browser_shows_the_page_of_a_grid(tmp_path, losses):
     text = page.read_text()
     assert "<h1>Robustness of &lt;FP8&gt;</h1>" in text
     assert text.count("<svg") == 1
-    assert text.count('<th scope="row">lr 0.00') == 2
+    assert text.count('<th scope="row">lr 0.00') == 2 + 4  # and as trained and in BF16, on the way to BF16's loss
     assert "+0.20%" in text or len(losses) == len(ALL)
     look(page, tmp_path)
 
@@ -277,16 +350,43 @@ def test_points_of_one_folder_are_refused():
         twins_of({"a b": (), "a_b": ("train.log_every=2",)}, [1])
 
 
+def test_fp8_that_ends_above_bf16_is_trained_again(tiny, write, tmp_path, monkeypatch, capsys):
+    file, made = write(tiny), {}
+
+    def finish(file, ranks, changes):
+        stage = load_stage(file, changes, ranks)
+        made[stage.run_dir.relative_to(tmp_path).parts[1]] = stage.train
+        loss = {(False, 12): 5.0, (True, 12): 5.02, (True, 18): 4.99}[stage.fp8.enabled, stage.train.steps]
+        finished_run(stage.run_dir, loss, 10, 0.5, stage.fp8.enabled, steps=stage.train.steps)
+        (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
+
+    monkeypatch.setattr(command, "train_once", finish)
+    words = ["parity", str(file), "--out", str(tmp_path / "out"), "--gpus", "1", "--steps", "12", "--more", "0.5"]
+    for _ in range(2):  # the second time all is there
+        assert main([*words, "--tolerance", "0.01"]) == 0
+        assert list(made) == ["fp8", "bf16", LONGER]
+        rows = [line.split("  ") for line in capsys.readouterr().out.splitlines() if line.startswith("FP8  ")]
+        assert [row[0] for row in rows] == ["FP8", "FP8"]
+        assert " 16 " in "  ".join(rows[0])  # 12 + 6 * 2 / 3
+    assert (made[LONGER].steps, made[LONGER].schedule.warmup) == (18, 2 / 12)
+    assert [train.eval_bf16 for train in made.values()] == [True, True, False]
+    figures = json.loads((tmp_path / "out" / "parity.json").read_text())["points"][""]
+    assert figures["to_bf16_loss"]["steps"] == pytest.approx(16)
+    assert figures["to_bf16_loss_bf16"]["steps"] == 12
+    assert "the schedule stretched over it" in (tmp_path / "out" / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_a_whole_grid_and_the_same_again_without_training(tiny, write, cache_home, tmp_path):
     command = [sys.executable, "-m", "ds_fp8.cli", "parity", write(tiny).name, "--steps", "6", "--grid", GRID_OF_RATES]
-    command += ["--tolerance", "0.5", "--out", "out"]
+    command += ["--tolerance", "0.5", "--out", "out", "--more", "0.5"]
     environment = {**os.environ, "DS_FP8_CACHE": str(cache_home), "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     for _ in range(2):
         ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr[-2000:]
         assert "FP8 is no worse than BF16 at all 2 points." in ran.stdout
-    assert ran.stdout.count("finished before") == 4
+    behind = list((tmp_path / "out" / LONGER).glob("*/*/result.json"))
+    assert ran.stdout.count("finished before") == 4 + len(behind)
     figures = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert figures["steps"] == 6
     assert figures["made"]["command"].startswith("ds-fp8 train ")
@@ -295,6 +395,10 @@ def test_a_whole_grid_and_the_same_again_without_training(tiny, write, cache_hom
     assert sane["diverged"] == {"fp8": 0, "bf16": 0}
     assert wild["seeds"].keys() == sane["seeds"].keys()
     assert sane["gap"] != 0
+    (along,), (in_bf16,) = (sane[f"to_bf16_loss{key}"]["bf16_better"] for key in ("", "_bf16"))
+    assert along["of"] == in_bf16["of"] == 6
+    for folder in {file.parents[1].name for file in behind}:
+        assert max(figures["points"][folder.replace("_", " ")][key] for key in ("gap", "gap_bf16")) > 0
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
 
 

@@ -53,6 +53,8 @@ class RunState:
     """Whether ranks hold other parts of the optimizer's state than those that wrote it."""
     data: list[dict[str, Any]] | None = None
     """Of each source of data what the run read (`StageData.identity`)."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """Files of the frozen weights that the checkpoint leaves out (`Manifest.base`)."""
     result: dict[str, Any] | None = None
     """Result of a run that has finished."""
 

@@ -111,18 +111,18 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
         if problems := [problem for part in found for problem in part]:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise _damaged(state.checkpoint, problems[0] + more, "train.run_dir" if state.step else "train.resume")
-        _check_base(stage, state.checkpoint)
+        _check_base(stage, state)
         say(f"checkpoint {state.checkpoint.name}: all as it was saved ({time.monotonic() - started:.1f} s)")
     return state
 
 
-def _check_base(stage: Stage, checkpoint: Path) -> None:
+def _check_base(stage: Stage, state: RunState) -> None:
     """Refuse a checkpoint without frozen weights where the files that these are read from are not as they were."""
-    base = Manifest.read(checkpoint).base
+    base = state.base
     changed = sorted(name for name, digest in base.items() if stage.base.get(name) != digest)
     if changed or (base and stage.base.keys() - base.keys()):
         raise UserError(
-            f"{checkpoint} holds adapters alone, and the weights that they were trained beside have changed "
+            f"{state.checkpoint} holds adapters alone, and the weights that they were trained beside have changed "
             f"({', '.join(changed[:3]) or 'there are more files'})",
             key="train.init_from" if stage.train.init_from else "model.path",
             remedy="restore the model's files, or choose another train.run_dir",
@@ -192,7 +192,9 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
                 key="train.compact_checkpoints",
                 remedy=f"{same}; there, a run with train.resume and without the key writes one that can",
             )
-    return RunState(step, manifest.data_step, manifest.losses, folder, ranks, other_shards, manifest.data)
+    return RunState(
+        step, manifest.data_step, manifest.losses, folder, ranks, other_shards, manifest.data, manifest.base
+    )
 
 
 def _object_or_none(file: Path) -> dict[str, Any] | None:

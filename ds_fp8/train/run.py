@@ -94,7 +94,10 @@ def train(stage: Stage) -> dict[str, Any]:
         model = build_sharded_model(stage, config)
         # Taken last, and held to the end: what comes before writes nothing into the run folder.
         with only_run_in(stage.run_dir, logger.info):
-            return _train(stage, data, tokenizer, model, resume.settle(stage, logger.info))
+            state = resume.settle(stage, logger.info)
+            if state.checkpoint is not None:  # frozen weights that it holds may be others than the files': keep them
+                stage = replace(stage, base=state.base)
+            return _train(stage, data, tokenizer, model, state)
     except UserError as error:
         raise error.located(stage.file) from None
 

@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.experts.adapters import of_experts, wraps_parameter
-from ds_fp8.layers.linear.adapters import is_lora
+from ds_fp8.layers.experts.adapters import of_experts
 from ds_fp8.train.stage import Lora
 
 NAME = "default"
@@ -44,14 +43,24 @@ def with_adapters_merged(model: PreTrainedModel, state: Mapping[str, torch.Tenso
     """Return the state dict of the plain model, W + s B A rounded to W's dtype, from the one of `model`."""
     merged, modules = dict(state), dict(model.named_modules())
     for name, module in modules.items():
-        if not (is_lora(module) or wraps_parameter(module)):
+        if not hasattr(module, "lora_embedding_A"):  # as all of PEFT's LoRA layers have
             continue
-        base, own = name, getattr(module, "parameter_name", "weight")
+        base, own, embeds = name, getattr(module, "parameter_name", "weight"), NAME in module.lora_embedding_A
         while f"{base}.base_layer" in modules:
             base += ".base_layer"
-        a, b = (merged.pop(f"{name}.lora_{part}.{NAME}.weight").float() for part in "AB")
-        weight, scale = merged[f"{base}.{own}"], module.scaling[NAME]
+        names = (f"lora_embedding_{part}.{NAME}" if embeds else f"lora_{part}.{NAME}.weight" for part in "AB")
+        a, b = (merged.pop(f"{name}.{part}").float() for part in names)
+        weight = merged[f"{base}.{own}"]
         if weight.dim() == 3:
             a, b = of_experts(a, b, len(weight))
-        merged[f"{base}.{own}"] = (weight.float() + scale * (b @ a)).to(weight.dtype)
+        product = module.scaling[NAME] * (b @ a)
+        if embeds or module.fan_in_fan_out:  # Conv1D
+            product = product.t()
+        merged[f"{base}.{own}"] = (weight.float() + product).to(weight.dtype)
     return {name.replace(".base_layer", ""): tensor for name, tensor in merged.items()}
+
+
+def ends_ties(model: PreTrainedModel, merged: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether weights that `model` shares differ once merged, as embeddings of which the head's have none."""
+    ties = (getattr(model, "_tied_weights_keys", None) or {}).items()
+    return any({a, b} <= merged.keys() and not torch.equal(merged[a], merged[b]) for a, b in ties)

@@ -36,7 +36,7 @@ from ds_fp8.data.token_store import tokenizer_identity
 from ds_fp8.export.folder import make_readable
 from ds_fp8.monitor.records import layers_in_bf16
 from ds_fp8.train import processes, resume
-from ds_fp8.train.adapters import with_adapters_merged
+from ds_fp8.train.adapters import ends_ties, with_adapters_merged
 from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.loop import TrainingLoop
 from ds_fp8.train.metrics import MetricsLog, TokeniserProgress, read_metrics, summarise
@@ -237,11 +237,13 @@ def write_result(
 def _save_adapters(model: PreTrainedModel, state: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the model with its adapters merged into `folder`, and into folder/adapter what PEFT loads."""
     model.save_pretrained(folder / ADAPTER, state_dict=state)
+    merged, tied = with_adapters_merged(model, state), model.config.tie_word_embeddings
     model._hf_peft_config_loaded = False  # by which save_pretrained knows adapters, and writes nothing else
+    model.config.tie_word_embeddings = tied and not ends_ties(model, merged)
     try:
-        model.save_pretrained(folder, state_dict=with_adapters_merged(model, state))
+        model.save_pretrained(folder, state_dict=merged)
     finally:
-        model._hf_peft_config_loaded = True
+        model._hf_peft_config_loaded, model.config.tie_word_embeddings = True, tied
 
 
 def _made(stage: Stage, device: torch.device, first_step: int) -> dict[str, Any]:

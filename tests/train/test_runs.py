@@ -162,7 +162,8 @@ def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ran
     base = build_model(stage, load_model_config(stage, build_tokenizer(stage.data)))
     base.save_pretrained(tmp_path / "base")
     tiny["model"] = {"path": str(tmp_path / "base")}
-    tiny["train"] |= {"lora": {"r": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj", "down_proj"]}, "save_every": 2}
+    lora = {"r": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj", "down_proj", "embed_tokens"]}
+    tiny["train"] |= {"lora": lora, "save_every": 2}
     tiny["optimizer"]["params"]["lr"] = 1e-2
     file, run_dir = write(tiny), tmp_path / "parts"
     ranks(2, train_on_these_ranks, file, run_dir, 2, str(cache_home))
@@ -182,14 +183,16 @@ def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ran
     assert error(untrained, expected) > 0.05
     assert merged.state_dict().keys() == names
     of_runs = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (run_dir, tmp_path / "whole")]
-    assert len(of_runs[0]) == 2 * 3 * 2
+    adapters = [tensor for name, tensor in of_runs[0].items() if ".lora_" in name]
+    assert len(adapters) == 2 * 3 * 2 + 2
+    assert not merged.config.tie_word_embeddings  # any more: the head has no part of its embeddings' adapter
     assert all(torch.equal(of_runs[0][name], of_runs[1][name]) for name in of_runs[1])
     result = json.loads((run_dir / "result.json").read_text())
     assert result["final_loss"] < result["first_validation_loss"]
     with pytest.raises(UserError, match=r"train\.lora\.r = 4, not 8"):
         inspect_run(load_stage(file, [f"train.run_dir={run_dir}", "train.lora.r=8"], world=2))
 
-    trained = sum(tensor.numel() for tensor in of_runs[0].values())
+    trained = sum(tensor.numel() for tensor in adapters)
     saved = sum(part.stat().st_size for part in (run_dir / "checkpoints" / "step_4").glob("*states.pt"))
     assert saved < 20 * trained + 2**17 < sum(tensor.nbytes for tensor in base.state_dict().values())
     weights = tmp_path / "base" / "model.safetensors"

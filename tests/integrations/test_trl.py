@@ -60,23 +60,25 @@ def preferring(folder, fp8, adapters=False, more=None):
         return history(trainer, "loss"), [engine.fp8.report for engine in engines]
 
 
-def reinforcing(folder, fp8):
-    """GRPOTrainer: generation with DeepSpeed's hooks taken off and put back, a reference model, answers rewarded for
-    being long."""
+def reinforcing(folder, fp8, lora=None):
+    """GRPOTrainer: generation with DeepSpeed's hooks taken off and put back, a reference (another model, or this one
+    without its adapters), answers rewarded for being long."""
     from trl import GRPOConfig, GRPOTrainer
 
     stored = f"{folder}/stored"  # the reference model is loaded from where the model came from
     if dist.get_rank() == 0:
-        small_model().save_pretrained(stored)
+        small_model(num_key_value_heads=2 if lora else 1).save_pretrained(stored)
     dist.barrier()
     with installed():
         more = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04, "max_steps": 2}
+        more |= {"max_steps": 4, "learning_rate": 1e-2} if lora else {}
         trainer = GRPOTrainer(
             model=stored,
             reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
             args=GRPOConfig(**arguments(folder, fp8, **more)),
             train_dataset=preferences().remove_columns(["chosen", "rejected"]),
             processing_class=small_tokenizer(),
+            peft_config=lora,
         )
         trainer.train()
         return history(trainer, "loss"), history(trainer, "kl"), trainer.model_wrapped.fp8.report
@@ -127,3 +129,12 @@ def test_generation_between_steps(ranks, tmp_path):
     assert report["fp8_linears"] == 14
     assert divergence[0] == pytest.approx(0, abs=1e-6)
     assert all(torch.tensor([*losses, *divergence]).isfinite())
+
+
+def test_generation_with_fused_adapters(ranks, tmp_path):
+    lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    losses, divergence, report = ranks(2, reinforcing, tmp_path, {}, lora)[0]
+    assert (report["fp8_linears"], report["fused_layers"]) == (14, 2)
+    assert divergence[0] == pytest.approx(0, abs=1e-6)  # from itself without adapters, that do nothing yet
+    assert all(0 < d < 1 for d in divergence[2:])
+    assert all(torch.tensor(losses).isfinite())

@@ -211,8 +211,6 @@ def trained_adapters(section, converted_before=False, **options):
 WITH = {
     "all linears": ({}, {}),
     "with outlier channels": ({}, {"preset": "precise", "monitor": {"every": 1}}),
-    "two of a layer": ({"target_modules": ["q_proj", "down_proj"], "use_rslora": True}, {}),
-    "another layer trained": ({"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}, {}),
 }
 
 

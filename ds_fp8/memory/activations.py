@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.layers.attention.cudnn import HEAD_DIM
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
+from ds_fp8.layers.experts.adapters import wraps_parameter
 from ds_fp8.layers.experts.experts import PRODUCTS
 from ds_fp8.layers.experts.layout import worst_case_rows
 from ds_fp8.layers.head.cross_entropy import LOGITS_BYTES, chunk_tokens, group_tokens
@@ -320,11 +321,19 @@ def _experts(layer: LayerShape, w: Workload) -> int:
     BF16: gradients of gate, up and rows 2S(2I + H) and of all weights 6EHI, and gate_up decoded 4EHI, if in FP8. FP8:
     the gradients of all weights 6EHI beside five casts of I features and two of H, R(5I + 2H)(1 + 1/32), of R rows, S
     and what fills the tiles of 128 rows of every expert.
+
+    Frozen weights have no gradients, but in BF16 those of W + s B A beside adapters; in FP8 these read gate, up, their
+    gradients and the product in BF16, 2R(5I), and have U and dU of all experts, 4TEr.
     """
     count, H, I = layer.experts.down_proj.shape  # noqa: E741
     rows = w.tokens * w.model.chosen
+    adapters = [part for part in layer.module.mlp.experts.modules() if wraps_parameter(part)]
+    trained = any(weight.requires_grad for weight in layer.experts.parameters(recurse=False))
     if hasattr(layer.experts, PRODUCTS):
-        casts = worst_case_rows(rows, count) * (5 * I + 2 * H) * (1 + FP32 / BLOCK)
-        return int(casts) + 3 * BF16 * count * H * I
+        laid_out = worst_case_rows(rows, count)
+        low_rank = sum(sum(part.r.values()) for part in adapters)
+        beside = BF16 * (laid_out * 5 * I + 2 * w.tokens * count * low_rank) if adapters else 0
+        return int(laid_out * (5 * I + 2 * H) * (1 + FP32 / BLOCK)) + trained * 3 * BF16 * count * H * I + beside
     decoded = 2 * BF16 if w.gathers_in_fp8 and any(p.in_fp8 for p in layer.parameters) else 0
-    return BF16 * rows * (2 * I + H) + (3 * BF16 + decoded) * count * H * I
+    gradients = 3 * BF16 if trained or adapters else 0
+    return BF16 * rows * (2 * I + H) + (gradients + decoded) * count * H * I

@@ -36,6 +36,7 @@ from ds_fp8.engine.sequence_parallel import (
     sequence_parallel_size,
 )
 from ds_fp8.layers.convert import convert
+from ds_fp8.layers.experts.adapters import FP8ParamWrapper, wraps_parameter
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.selection import multiplies_experts
 from ds_fp8.layers.head.loss import fuse_loss
@@ -367,6 +368,12 @@ def model_shape(
             add_adapters(model, lora)
     if fp8.enabled:
         convert(model, _anywhere(fp8, device))
+    of_peft = (part for part in model.modules() if wraps_parameter(part) and not isinstance(part, FP8ParamWrapper))
+    if any(part.num_experts > 1 for part in of_peft):
+        problem = (
+            "there is no estimate for adapters on experts that stay in BF16, which PEFT adds to all of their weights"
+        )
+        raise UserError(problem, key="train.lora.targets", remedy="measure it: ds-fp8 sweep")
     loss_without_logits = fp8.fuses_loss and fuse_loss(model).fused
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     layers = [layer for layer in model.modules() if _is_layer(layer)]
@@ -422,8 +429,10 @@ def _has_linears(module: nn.Module | None, names: Sequence[str]) -> bool:
 
 
 def _experts_of(mlp: nn.Module | None) -> nn.Module | None:
-    """Return the gated experts of an MLP, as transformers' interface has them."""
+    """Return the gated experts of an MLP, as transformers' interface has them, below PEFT's wrappers."""
     experts = getattr(mlp, "experts", None)
+    while wraps_parameter(experts):
+        experts = experts.base_layer
     return experts if getattr(experts, "has_gate", False) and hasattr(experts, "gate_up_proj") else None
 
 

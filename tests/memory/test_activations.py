@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.memory import activations, estimate, read_workload
@@ -113,10 +114,18 @@ def test_other_architectures(model, error, section):
     assert kept == pytest.approx(expected, rel=error)
 
 
-@pytest.mark.parametrize("model", [MOE, SHARED_EXPERT], ids=["experts", "a shared one beside"])
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [(MOE, {}), (SHARED_EXPERT, {}), (MOE, {"lora": {}})],
+    ids=["experts", "a shared one beside", "adapters on them"],
+)
 @pytest.mark.parametrize("section", EXPERTS.values(), ids=EXPERTS)
-def test_layers_with_experts(section, model):
-    raw = workloads.stage(fp8=section, zero_optimization={"stage": 3}, model={"config": model})
+def test_layers_with_experts(section, model, train):
+    raw = workloads.stage(fp8=section, zero_optimization={"stage": 3}, model={"config": model}, train=train)
+    if train and not section.get("enabled", True):
+        with pytest.raises(UserError, match="adapters on experts that stay in BF16"):
+            read_workload(raw)
+        return
     kept, expected = measured_and_estimated(raw, 2, 128)
     assert kept == pytest.approx(expected, rel=0.05)
 

@@ -124,11 +124,15 @@ def test_checkpointed_layers(ranks):
         assert peak == pytest.approx(expected.peak_bytes, rel=PEAK)
 
 
-@pytest.mark.parametrize(("section", "error"), [({}, 0.08), ({"enabled": False}, 0.12)], ids=["fp8", "bf16"])
-def test_a_step_with_experts(ranks, section, error):
+@pytest.mark.parametrize(
+    ("section", "error", "train"),
+    [({}, 0.08, {}), ({"enabled": False}, 0.12, {}), ({}, 0.08, {"lora": {}})],
+    ids=["fp8", "bf16", "adapters"],
+)
+def test_a_step_with_experts(ranks, section, error, train):
     sizes = {**workloads.MOE, "num_hidden_layers": 3}
     raw = workloads.stage(model={"config": sizes}, data={"sequence_length": LENGTH}, zero_optimization=EVERY_GATHER)
-    raw = merge(raw, {"train_micro_batch_size_per_gpu": ROWS, "fp8": section})
+    raw = merge(raw, {"train_micro_batch_size_per_gpu": ROWS, "fp8": section, "train": train})
     expected = estimate(raw, gpus=2, device="cpu")
     # The step's part is a bound on a CPU, where it emulates what a GPU does in registers.
     computing = max(phase.total for phase in expected.phases if phase.name != "the optimizer step")

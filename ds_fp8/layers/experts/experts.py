@@ -143,7 +143,7 @@ class FP8Experts(Swapped):
         if not sources:
             return super().forward(*args, **kwargs)
         decoded = {name: _Decoded.apply(weight, *(adapter or ())) for name, (weight, adapter) in sources.items()}
-        places = {decoded[name].untyped_storage().data_ptr(): sources[name] for name in decoded}
+        places = {decoded[name].untyped_storage()._cdata: sources[name] for name in decoded}
         with _shown(self, decoded), _decoded_again(places):
             return super().forward(*args, **kwargs)
 
@@ -243,14 +243,14 @@ def _decoded_again(
     """Saved-tensor hooks: store (weight, view) instead of decoded data; decode again in backward.
 
     Everything else is left to the hooks that were there before (those of gradient checkpointing). `sources`: weights
-    and their adapters by the addresses that they were decoded to.
+    and their adapters by the storages that they were decoded to.
     """
     # torch calls the innermost hooks alone, and has no public name for those around them.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = outer if outer is not None else (lambda value: value,) * 2
 
     def save(tensor: torch.Tensor) -> Any:
-        source = sources.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        source = sources.get(tensor.untyped_storage()._cdata) if tensor.numel() else None
         if source is None:
             return pack(tensor)
         weight, adapter = source

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.experts.adapters import of_experts
+from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.train.stage import Lora
 
 NAME = "default"
@@ -21,10 +23,18 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     except ImportError:
         problem = "train.lora needs PEFT, which is not installed"
         raise UserError(problem, key="train.lora", remedy="pip install peft") from None
+    targets, parameters = lora.targets, []
+    if not isinstance(targets, str):
+        # Experts are parameters of their module, which PEFT is told apart from linears.
+        experts = {_last(name) for name in names_of_experts(model)}
+        linears = {_last(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        parameters = [target for target in targets if _last(target) in experts]
+        targets = [target for target in targets if target not in parameters or _last(target) in linears]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
-        target_modules=lora.targets if isinstance(lora.targets, str) else list(lora.targets),
+        target_modules=targets,
+        target_parameters=parameters,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         task_type="CAUSAL_LM",
@@ -37,6 +47,10 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)  # PEFT makes them in FP32
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def with_adapters_merged(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -139,7 +139,10 @@ class Lora(Section):
     alpha: float = Field(32.0, gt=0)
     """An adapter's product is multiplied by alpha / r."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linears that get adapters, such as ["q_proj"]; all-linear: all but the head."""
+    """Linears that get adapters, such as ["q_proj"], and weights of experts, such as ["gate_up_proj"]; all-linear: all
+    but the head.
+
+    PEFT counts experts among them, at twice the rank for gate and up as one, and routers."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of an adapter's input that is dropped in training.
 

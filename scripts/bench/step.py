@@ -50,6 +50,7 @@ from deepspeed import comm as dist
 from step_profile import marked, print_profiles, profiled
 from step_variants import OFFLOAD, PlainEngine, apply_liger, failure, fp8_section, plain_choices, run_ranks
 from zero_ranks import (
+    MIXTURES,
     Intervals,
     causal_lm_config,
     is_first,
@@ -86,6 +87,9 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
         import peft
 
         shape = {"r": options.lora, "lora_dropout": options.lora_dropout, "target_modules": "all-linear"}
+        if options.size in MIXTURES:  # "all-linear" doubles the rank of gate and up there, and adapts routers
+            shape |= {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+            shape |= {"target_parameters": ["gate_up_proj", "down_proj"]}
         return peft.get_peft_model(model, peft.LoraConfig(**shape, task_type="CAUSAL_LM")).bfloat16()
 
     torch.manual_seed(0)

@@ -180,6 +180,13 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
     other_shards = ranks != stage.world or masters != stage.fp8.optimizer.master
     if other_shards:
         same = f"{ranks} ranks, and masters, as before"
+        if stage.train.lora and stage.train.resume and manifest.in_shards and not manifest.base:
+            # DeepSpeed's universal checkpoints have no frozen weights: those of this stage's model would stay.
+            raise UserError(
+                f"{folder} holds frozen weights, which cannot be divided over {stage.world} ranks, or other sub-groups",
+                key="train.resume",
+                remedy=same,
+            )
         if stage.shared_by > 1:
             raise UserError(
                 f"{folder} was saved by {ranks} ranks that share sequences, not {stage.world}", key=KEY, remedy=same

@@ -205,6 +205,7 @@ def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ran
 def test_a_checkpoint_with_a_base_is_followed_by_such(tiny, write, ranks, tmp_path, cache_home):
     """A run goes on beside the frozen weights of another, not beside those of the model's folder, resumed or not."""
     tiny["train"] |= {"lora": {"r": 4}, "save_every": 2}
+    tiny["train_batch_size"] = tiny.pop("gradient_accumulation_steps") * 4
     ranks(2, train_on_these_ranks, write(tiny), tmp_path / "first", 2, str(cache_home))
     stage = load_stage(write({**tiny, "train": {**tiny["train"], "seed": 7, "lora": None}}))
     build_model(stage, load_model_config(stage, build_tokenizer(stage.data))).save_pretrained(tmp_path / "other")
@@ -215,6 +216,9 @@ def test_a_checkpoint_with_a_base_is_followed_by_such(tiny, write, ranks, tmp_pa
         ranks(2, train_on_these_ranks, file, tmp_path / folder, steps, str(cache_home))
     found, expected = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("parts", "whole"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for run in "parts", "new":
+        with pytest.raises(UserError, match="frozen weights, which cannot be divided over 1 ranks"):
+            inspect_run(load_stage(file, [f"train.run_dir={tmp_path / run}", "train.steps=6"], world=1))
 
 
 @pytest.mark.parametrize(

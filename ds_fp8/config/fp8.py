@@ -156,8 +156,8 @@ class OptimizerStateConfig(Section):
     """fp32: the largest number of a group is almost exact, and decays while gradients are zero. pow2: it may get stuck.
     e4m3_expanded always has fp32."""
     master: Literal["fp32", "fp8_plus16"] = "fp32"
-    """Masters of weights gathered in FP8. fp8_plus16: the code and a 16-bit correction, 20 significant bits in 2 bytes
-    more."""
+    """Masters. fp8_plus16: of weights gathered in FP8 the code and a 16-bit correction, 20 significant bits in 2 bytes
+    more; elsewhere BF16 and 17 bits, which is FP32."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
     """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload. ds_fp8: always.
 

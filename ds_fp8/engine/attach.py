@@ -116,13 +116,17 @@ def _gathered(model: nn.Module) -> list[tuple[nn.Parameter, CastSpec, OutlierCha
     return weights
 
 
-def coded_weights(model: nn.Module, trained: set[int]) -> set[int]:
-    """Return the ids of the weights of ZeRO-3 whose masters can be their codes with corrections.
+def parameters_with_corrections(model: nn.Module, trained: set[int]) -> dict[int, bool]:
+    """Return the ids of ZeRO-3's parameters whose masters can be codes, or BF16, with corrections; True: BF16.
 
-    A weight of a fused product only with the others: their scales lie side by side.
+    A weight of a fused product only with the others: their scales lie side by side. Parameters that stay whole, which
+    are small, keep FP32 masters; all do where no weight has codes for masters.
     """
-    can = {id(p): p for p, spec, _ in _gathered(model) if id(p) in trained and why_no_correction(spec) is None}
-    return {key for key, p in can.items() if all(id(one) in can for one in group_of(p))}
+    gathered = {id(p): (p, spec) for p, spec, _ in _gathered(model) if id(p) in trained}
+    can = {key: p for key, (p, spec) in gathered.items() if why_no_correction(spec) is None}
+    coded = {key: False for key, p in can.items() if all(id(one) in can for one in group_of(p))}
+    others = (p for p in model.parameters() if id(p) in trained and id(p) not in gathered and is_partitioned(p))
+    return coded and coded | {id(p): True for p in others}
 
 
 def _reduction(state: FP8State) -> Reduction:

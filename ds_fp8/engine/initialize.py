@@ -30,7 +30,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
-from ds_fp8.engine.attach import attach, coded_weights
+from ds_fp8.engine.attach import attach, parameters_with_corrections
 from ds_fp8.engine.model import apply_checkpointing_section, weights_are_trained, wider_prefetch
 from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
@@ -145,7 +145,7 @@ def initialize(
         args.deepspeed_config = None
     # From here on ZeRO owns the parameters: modules are replaced above.
     without = fp8.enabled and fp8.optimizer.master != "fp32"
-    with without_fp32_masters(coded_weights) if without else nullcontext():
+    with without_fp32_masters(parameters_with_corrections) if without else nullcontext():
         result = _deepspeed_initialize(
             args,
             model,

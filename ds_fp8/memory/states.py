@@ -15,8 +15,8 @@ from ds_fp8.memory.shapes import BF16, FP32, ParameterShape, Workload
 from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.optim.moments import CHUNK, moment_bytes
 
-CORRECTION = 2
-"""Bytes."""
+CORRECTION, OF_BF16 = 2, 2 + 1 / 8
+"""Bytes of a master beside its code, or its BF16 number."""
 
 EMULATED = {"1x128": (30, 69), "tensor": (23, 58)}
 """Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
@@ -57,11 +57,13 @@ def lasting(w: Workload) -> dict[str, int]:
 
 
 def _masters(w: Workload) -> int:
-    """Return 4 n; 2 n of weights whose masters are their codes with corrections."""
+    """Return 4 n; 2 n of weights whose masters are codes with corrections, then 2.125 n of others not kept whole."""
     if w.offloads_optimizer:
         return 0
     coded = [p for p in trained(w) if _is_coded(p, w)]
-    return FP32 * shard_numel(trained(w), w.gpus) - (FP32 - CORRECTION) * shard_numel(coded, w.gpus)
+    split = [p for p in trained(w) if coded and is_partitioned(p, w) and not _in_fp8_only(p, w)]
+    less = (FP32 - CORRECTION) * shard_numel(coded, w.gpus) + (FP32 - OF_BF16) * shard_numel(split, w.gpus)
+    return FP32 * shard_numel(trained(w), w.gpus) - int(less)
 
 
 def _moments(w: Workload) -> int:

@@ -31,6 +31,7 @@ import torch
 from ds_fp8.casts.primitives import random_key
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import MOMENTS, StatePrecision
+from ds_fp8.optim.masters import SplitMasters
 from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_kept_as, shared_layout
 
 MASTER = "master"
@@ -66,7 +67,7 @@ class AdamStep:
 
 
 def adamw_step_reference(
-    master: torch.Tensor,
+    master: torch.Tensor | SplitMasters,
     grad: torch.Tensor,
     exp_avg: torch.Tensor | Moment,
     exp_avg_sq: torch.Tensor | Moment,
@@ -81,7 +82,7 @@ def adamw_step_reference(
     """Do one AdamW step in place, on flat contiguous tensors of n elements on one device, piece by piece.
 
     Args:
-        master: FP32 [n].
+        master: FP32 [n], or BF16 and corrections.
         grad: The gradient [n], of any floating point dtype.
         exp_avg: FP32 or BF16 [n], or a Moment of n elements; two Moments have the same layout.
         exp_avg_sq: Likewise.
@@ -107,14 +108,18 @@ def adamw_step_reference(
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
         denominator = v.sqrt().mul_(step.root_factor).add_(step.eps)
         w.mul_(step.decay).addcdiv_(m, denominator, value=-step.step_size)
+        if isinstance(master, SplitMasters):
+            master.write(elements, w)
         if low is not None:
             low[elements] = w.to(low.dtype)
         for state, numbers, name in ((exp_avg, m, MOMENTS[0]), (exp_avg_sq, v, MOMENTS[1])):
             _write(state, elements, groups, numbers, noise if name in stochastic else None)
 
 
-def _read(state: torch.Tensor | Moment, elements: slice, groups: slice) -> torch.Tensor:
+def _read(state: torch.Tensor | SplitMasters | Moment, elements: slice, groups: slice) -> torch.Tensor:
     """Return FP32 numbers, in place where they are stored as such."""
+    if isinstance(state, SplitMasters):
+        return state.read(elements)
     return state.read(elements, groups) if isinstance(state, Moment) else state[elements].float()
 
 

@@ -10,7 +10,8 @@ among 8 lanes, and what is computed once a group costs little. Per element
     master     = (1 - lr weight_decay) master - step_size exp_avg / (root_factor sqrt(exp_avg_sq) + eps)
     codes, scales = encode(exp_avg, exp_avg_sq)              with fresh scales, as codecs.py has it
 
-and on request the parameter in BF16 or FP16. The update uses the moments before they are rounded.
+and on request the parameter in BF16 or FP16; masters may be BF16 and corrections (masters.py). The update uses the
+moments before they are rounded.
 
 One scale per tensor needs the largest magnitude of all of it before anything can be encoded: the kernel then runs twice,
 first only to reduce what the new moments are (MEASURE), then to write them with the scales found.
@@ -29,6 +30,8 @@ from ds_fp8.casts.primitives_triton import random_word
 from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
+from ds_fp8.optim.masters import SplitMasters
+from ds_fp8.optim.masters_triton import decode_split, encode_split
 from ds_fp8.optim.moments import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec, Moment, shared_layout
 from ds_fp8.optim.moments_triton import (
     EXPANDED,
@@ -51,9 +54,27 @@ _SCALARS = [
 """Read and written one FP32 at a time: with one scale a tensor, each tensor's offset would compile the kernel again."""
 
 
+@triton.jit
+def _at(pointers, valid, EVEN: tl.constexpr):
+    """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""
+    if EVEN:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=valid, other=0)
+    return x
+
+
+@triton.jit
+def _put(pointers, x, valid, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointers, x)
+    else:
+        tl.store(pointers, x, mask=valid)
+
+
 @triton.jit(do_not_specialize=["first", "numel", "seed"], do_not_specialize_on_alignment=_SCALARS)
 def _adamw(
-    master, grad, low, skip, factor, first, numel,
+    master, grad, low, ties, skip, factor, first, numel,
     exp_avg, exp_avg_scale, exp_avg_exponent, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent,
     new_exp_avg_scale, new_exp_avg_sq_scale, exp_avg_bits, exp_avg_sq_bits,
     beta1, beta2, eps, decay, step_size, root_factor, seed,
@@ -78,14 +99,9 @@ def _adamw(
     # Whole programs need no masks, which would break up the wide accesses where numel is odd.
     valid = offsets < numel
     inside = rows * 128 < numel
-    if EVEN:
-        g = tl.load(grad + offsets).to(tl.float32)
-        m_codes = tl.load(exp_avg + offsets)
-        v_codes = tl.load(exp_avg_sq + offsets)
-    else:
-        g = tl.load(grad + offsets, mask=valid, other=0.0).to(tl.float32)
-        m_codes = tl.load(exp_avg + offsets, mask=valid, other=0)
-        v_codes = tl.load(exp_avg_sq + offsets, mask=valid, other=0)
+    g = _at(grad + offsets, valid, EVEN).to(tl.float32)
+    m_codes = _at(exp_avg + offsets, valid, EVEN)
+    v_codes = _at(exp_avg_sq + offsets, valid, EVEN)
     if factor is not None:
         g = g * tl.load(factor)
     m = decode_tile(m_codes, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
@@ -97,17 +113,26 @@ def _adamw(
         tl.atomic_max(exp_avg_bits, tl.max(tl.max(normal_magnitude_bits(m), 1), 0), sem="relaxed")
         tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(normal_magnitude_bits(v), 1), 0), sem="relaxed")
     else:
-        w = (tl.load(master + offsets) if EVEN else tl.load(master + offsets, mask=valid, other=0.0)).to(tl.float32)
-        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
-        if EVEN:
-            tl.store(master + offsets, w)
+        w = _at(master + offsets, valid, EVEN)
+        if ties is None:
+            w = w.to(tl.float32)
         else:
-            tl.store(master + offsets, w, mask=valid)
-        if LOW:
-            if EVEN:
-                tl.store(low + offsets, w.to(low.dtype.element_ty))
-            else:
-                tl.store(low + offsets, w.to(low.dtype.element_ty), mask=valid)
+            # Corrections are in `master`, BF16 in `low`; of a byte of ties all elements are this program's.
+            bit = (tl.arange(0, 128) % 8)[None, :]
+            tie = (_at(ties + offsets // 8, valid, EVEN).to(tl.int32) >> bit) & 1
+            w = decode_split(_at(low + offsets, valid, EVEN), w, tie)
+        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
+        if ties is None:
+            _put(master + offsets, w, valid, EVEN)
+            if LOW:
+                _put(low + offsets, w.to(low.dtype.element_ty), valid, EVEN)
+        else:
+            bf16, correction, tie = encode_split(w)
+            _put(low + offsets, bf16, valid, EVEN)
+            _put(master + offsets, correction, valid, EVEN)
+            eighths = rows[:, None] * 16 + tl.arange(0, 16)[None, :]
+            tie = tl.sum(tl.reshape(tie << bit, [ROWS, 16, 8]), 2)
+            _put(ties + eighths, tie.to(tl.uint8), eighths * 8 < numel, EVEN)
         # Triton wants a tensor of the shape in every branch; without noise nobody reads it.
         noise1 = w
         noise2 = w
@@ -138,7 +163,7 @@ _DTYPES = {
 
 
 def adamw_step(
-    master: torch.Tensor,
+    master: torch.Tensor | SplitMasters,
     grad: torch.Tensor,
     exp_avg: torch.Tensor | Moment,
     exp_avg_sq: torch.Tensor | Moment,
@@ -165,7 +190,12 @@ def adamw_step(
     common = common_arguments(*states, grad, skip, seed, stochastic)
     common |= {"TENSOR": by_tensor, "LOW": low is not None, "ROWS": ROWS, "num_warps": WARPS}
     for elements, groups in pieces:
-        arguments = (master[elements], grad[elements], None if low is None else low[elements], skip, factor)
+        if isinstance(master, SplitMasters):
+            piece = master.piece(elements)
+            kept, low_piece, ties = piece.correction, piece.bf16.view(torch.int16), piece.ties
+        else:
+            kept, low_piece, ties = master[elements], None if low is None else low[elements], None
+        arguments = (kept, grad[elements], low_piece, ties, skip, factor)
         count = elements.stop - elements.start
         numbers = (
             count,

@@ -1,4 +1,4 @@
-"""Masters of FP8 weights in 3 bytes, one of which is gathered anyway: E4M3 codes and 16-bit corrections, in torch.
+"""Masters that are what is gathered anyway and 16-bit corrections, in torch: of FP8 weights in 3 bytes, of BF16 in 4.
 
     bits(|master| / scale) = bits(|code|) + 16 * correction            as FP32; the sign is the code's
 
@@ -10,18 +10,28 @@ The code is the cast of the master: corrections stay one step inside of half an 
 masters' own amax: the amax is rounded to what masters keep (`kept_amax`) before a scale is made of it. So the FP32
 numbers that masters stand for encode to the same codes, scales and corrections again: checkpoints hold FP32 masters
 like any other run's, and lose nothing.
+
+    bits(master) = (bits(BF16) << 16) + correction                 of parameters that are gathered in BF16
+
+Exact, whatever the FP32 number (of NaN but for its payload). BF16 is the master rounded to nearest even: an even number
+is that of 65,537 FP32 numbers, of the middles on both of its sides too, an odd one of 65,535. A bit tells the middles
+apart.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from ds_fp8.casts.primitives import cast, per_element
 from ds_fp8.casts.primitives import decode as numbers_of
 from ds_fp8.config.formats import FORMATS, CastSpec, has_power_of_two_scales
+from ds_fp8.optim.moments import CHUNK
 
 FORMAT = "e4m3"
 LARGEST_CORRECTION = 32767
+MIDDLE = 32768
 SMALLEST_NORMAL = 2.0**-6
 _ITS_BITS = (127 - 6) << 23
 
@@ -72,3 +82,56 @@ def decode(codes: torch.Tensor, correction: torch.Tensor, scale: torch.Tensor, g
     more = torch.where(small, SMALLEST_NORMAL, 0.0)
     bits = (magnitude + more).view(torch.int32) + (correction << 4)
     return per_element(torch.mul, torch.copysign(bits.view(torch.float32) - more, code), scale, granularity)
+
+
+class SplitMasters(NamedTuple):
+    """FP32 numbers [n], BF16 and corrections; written and read in pieces that begin at multiples of 8."""
+
+    bf16: torch.Tensor
+    correction: torch.Tensor
+    """int16 [n]"""
+    ties: torch.Tensor
+    """Bits, uint8 [at least n / 8]: the correction, read as -32768, is 32768."""
+
+    @classmethod
+    def of(cls, bf16: torch.Tensor) -> SplitMasters:
+        """Return the masters that are the BF16 numbers themselves, beside these."""
+        # A piece at the end that begins anywhere (`piece`) takes a byte more.
+        ties = torch.zeros(len(bf16) // 8 + 2, dtype=torch.uint8, device=bf16.device)
+        return cls(bf16, torch.zeros_like(bf16, dtype=torch.int16), ties)
+
+    def piece(self, elements: slice) -> SplitMasters:
+        return SplitMasters(self.bf16[elements], self.correction[elements], self.ties[-(-elements.start // 8) :])
+
+    def read(self, elements: slice) -> torch.Tensor:
+        """Return the numbers of a piece."""
+        bf16, correction, ties = (x.to(self.bf16.device) for x in self.piece(elements))
+        word = (bf16.view(torch.int16).int() << 16).add_(correction)
+        up = (ties[: -(-len(word) // 8), None] >> _bits(ties)) & 1
+        return word.add_(up.flatten()[: len(word)].int() << 16).view(torch.float32)
+
+    def write(self, elements: slice, numbers: torch.Tensor) -> None:
+        """Write the numbers of a piece, and round them into BF16."""
+        bf16, correction, ties = self.piece(elements)
+        rounded = numbers.bfloat16()
+        difference = numbers.view(torch.int32) - (rounded.view(torch.int16).int() << 16)
+        up = torch.nn.functional.pad(difference == MIDDLE, (0, -len(numbers) % 8)).view(-1, 8).byte()
+        ties[: len(up)] = (up << _bits(ties)).sum(1, dtype=torch.uint8)
+        bf16.copy_(rounded)
+        correction.copy_(difference)
+
+    def decode(self) -> torch.Tensor:
+        """Return all numbers, in memory of the host."""
+        return torch.cat([self.read(elements).cpu() for elements in self._pieces()])
+
+    def encode(self, numbers: torch.Tensor) -> None:
+        """Write all numbers, which may lie anywhere."""
+        for elements in self._pieces():
+            self.write(elements, numbers[elements].to(self.bf16.device))
+
+    def _pieces(self) -> list[slice]:
+        return [slice(start, start + CHUNK) for start in range(0, len(self.bf16), CHUNK)]
+
+
+def _bits(ties: torch.Tensor) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=ties.device)

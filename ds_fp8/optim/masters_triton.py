@@ -1,4 +1,4 @@
-"""Encoding and decoding of masters as codes and corrections in Triton, as masters.py has it."""
+"""Encoding and decoding of masters as codes, or BF16, and corrections in Triton, as masters.py has it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import over_largest, scale_of, to_fp8
-from ds_fp8.optim.masters import LARGEST_CORRECTION, SMALLEST_NORMAL
+from ds_fp8.optim.masters import LARGEST_CORRECTION, MIDDLE, SMALLEST_NORMAL
 
 _LARGEST_CORRECTION, _SMALLEST_NORMAL = tl.constexpr(LARGEST_CORRECTION), tl.constexpr(SMALLEST_NORMAL)
+_MIDDLE = tl.constexpr(MIDDLE)
 _ITS_BITS, _BITS_OF_2_14 = tl.constexpr((127 - 6) << 23), tl.constexpr((127 + 14) << 23)
 _LARGEST_BITS = tl.constexpr((127 + 8 << 23) + (3 << 21))  # 448 = 1.75 * 2^8
 
@@ -63,3 +64,19 @@ def kept_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.con
         exact = over_largest(amax, LARGEST).to(tl.int32, bitcast=True)
         kept = ((_shifted(exact, 3) << 3).to(tl.float32, bitcast=True) * LARGEST).to(tl.int32, bitcast=True)
     return scale_of(tl.where(bits >= 0x7F800000, bits, kept), LARGEST, SMALLEST, POW2)
+
+
+@triton.jit
+def decode_split(bf16, correction, tie):
+    """Return FP32 masters from bits of BF16, corrections and ties: SplitMasters.read of optim/masters.py."""
+    word = (bf16.to(tl.int32) << 16) + correction.to(tl.int32) + (tie << 16)
+    return word.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_split(w):
+    """Return (bits of BF16, corrections, ties): SplitMasters.write of optim/masters.py."""
+    word = w.to(tl.int32, bitcast=True)
+    bf16 = tl.where(w == w, _shifted(word, 16), 0x7FC0)
+    difference = word - (bf16 << 16)
+    return bf16.to(tl.int16), difference.to(tl.int16), (difference == _MIDDLE).to(tl.int32)

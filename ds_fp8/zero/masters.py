@@ -1,10 +1,12 @@
-"""Weights whose masters are codes and corrections: the step that writes both, and DeepSpeed's view of them in FP32.
+"""Masters that are codes, or BF16, and corrections: the step that writes both, and DeepSpeed's view of them in FP32.
 
 A step is one pass over a weight, block by block: decode, update, amax, scale, encode (optim/masters.py). Blocks that
 lie on two ranks need an amax that both have a part in. They are updated twice, first for the amax alone:
 
     update     every sub-group: blocks of this rank alone, and the amax of the others
     finish     one all-reduce MAX of the amax of all sub-groups; then the others
+
+Those in BF16 need neither: AdamW's kernel reads and writes them in place of FP32 masters (SplitMasters).
 
 All of it on the stream of the step, before the host knows whether the step counts: where `skip` is not zero nothing is
 changed. Loads and users write FP32 numbers, which are encoded by the next cast.
@@ -23,17 +25,17 @@ from torch import nn
 from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.optim.adamw import AdamStep, step_on
-from ds_fp8.optim.masters import kept_amax
+from ds_fp8.optim.masters import SplitMasters, kept_amax
 from ds_fp8.optim.moments import Moment
 from ds_fp8.zero import streams
 from ds_fp8.zero.cast_set import CastSet
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.masters import FlatMasters
-from ds_fp8.zero.deepspeed.parameters import bf16_shard
+from ds_fp8.zero.deepspeed.parameters import bf16_shard, shard_of
 from ds_fp8.zero.weight import ReferenceShardCast, ShardedWeight, Source
 
-Members = list[tuple[ShardedWeight, int]]
-"""Weights of a sub-group, each with the first of its elements there."""
+Members = list[tuple[Any, int]]
+"""Parameters of a sub-group, each with the first of its elements there: ShardedWeights, or one SplitParameter."""
 Finish = Callable[[torch.Tensor, torch.Tensor | None], None]
 """Takes the new scales of all weights, and `skip`."""
 
@@ -71,15 +73,54 @@ class ReferenceStep:
         return finish
 
 
+class SplitParameter:
+    """A parameter whose masters are its BF16 shard and corrections, in a sub-group of its own."""
+
+    def __init__(self, parameter: nn.Parameter):
+        self.parameter, self.shard = parameter, shard_of(parameter)
+        _, self._correction, self._ties = SplitMasters.of(bf16_shard(parameter))
+        self.apart: torch.Tensor | None = None
+        """Its masters where the BF16 shard is not their rounding, for a user wrote either, until a step is taken."""
+        self._stepped: torch.Tensor | None = None
+
+    @property
+    def kept(self) -> SplitMasters:
+        return SplitMasters(bf16_shard(self.parameter), self._correction, self._ties)
+
+    def master(self) -> torch.Tensor:
+        return self.kept.decode() if self.apart is None else self.apart
+
+    def load(self, masters: torch.Tensor) -> None:
+        self.kept.encode(masters)
+        self.apart = self._stepped = None
+
+    def bf16_wrote(self, before: torch.Tensor) -> None:
+        """Note that a user has written to the BF16 shard, which was `before`."""
+        if self.apart is None:
+            self.apart = self.kept._replace(bf16=before).decode()
+
+    def step(self, gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
+        """Take AdamW's step; of masters that are apart on a copy, until it is known to count."""
+        self._stepped = None if self.apart is None else self.apart.to(gradient.device, copy=True)
+        masters = self.kept if self._stepped is None else self._stepped
+        step_on(gradient.device, (exp_avg, exp_avg_sq))(masters, gradient, exp_avg, exp_avg_sq, step, **options)
+
+    def taken(self) -> None:
+        if self._stepped is not None:
+            self.load(self._stepped)
+
+
 class MasterSet(CastSet):
-    """Weights with scales in one buffer whose masters are codes and corrections."""
+    """Weights with scales in one buffer whose masters are codes and corrections; beside them parameters in BF16."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, stacks: Iterable[list[ShardedWeight]], wire: WireMeter):
         super().__init__(stacks)
         self._wire, self._flat = wire, FlatMasters(engine)
-        self._of = {id(weight.parameter): weight for weight in self.weights}
-        without = {id(p) for some in self._flat.sub_groups.values() for p, *_ in some}
-        if without != self._of.keys():
+        without = {id(p): p for some in self._flat.sub_groups.values() for p, *_ in some}
+        self.split = {key: SplitParameter(p) for key, p in without.items() if key in self._flat.alone}
+        """By the id of their parameters."""
+        self._of = {id(weight.parameter): weight for weight in self.weights} | self.split
+        if without.keys() != self._of.keys():
             raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are gathered as such")
         self._members: dict[int, Members] = {
             index: [(self._of[id(p)], start) for p, start, _ in some] for index, some in self._flat.sub_groups.items()
@@ -99,7 +140,8 @@ class MasterSet(CastSet):
         if codes.device.type == "cuda":
             from ds_fp8.zero.masters_triton import TileStep
 
-            self._tiles = {index: TileStep(members) for index, members in self._members.items()}
+            coded = {index: members for index, members in self._members.items() if members[0][0] in self.weights}
+            self._tiles = {index: TileStep(members) for index, members in coded.items()}
 
     # ---------------------------------------------------------------- casts of what loads and users wrote
 
@@ -152,9 +194,11 @@ class MasterSet(CastSet):
 
     def update(self, sub_group: int) -> Callable[..., None] | None:
         """Return what takes AdamW's step of a sub-group; None for one with FP32 masters."""
-        if sub_group not in self._flat.sub_groups:
+        if sub_group not in self._members:
             return None
         members = self._members[sub_group]
+        if isinstance(members[0][0], SplitParameter):
+            return members[0][0].step
 
         def update(gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
             kernel = self._tiles.get(sub_group)
@@ -173,6 +217,8 @@ class MasterSet(CastSet):
 
     def taken(self) -> None:
         """Note that the step was taken: the codes are those of new masters, over what a user wrote."""
+        for one in self.split.values():
+            one.taken()
         for weight in self.weights:
             weight.source = Source.MASTER
         self._take(self._new_scales, self.weights)
@@ -201,7 +247,10 @@ class MasterSet(CastSet):
                 yield
         finally:
             for one, masters in there.items():
-                self._of[id(one)].apart = masters if parameter is None else masters.clone()
+                if parameter is None and id(one) in self.split:
+                    self.split[id(one)].load(masters)  # of which DeepSpeed's loads make BF16 shards, too
+                else:
+                    self._of[id(one)].apart = masters if parameter is None else masters.clone()
 
     def into_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Put FP32 masters into a state dict of the ZeRO optimizer."""

@@ -234,7 +234,7 @@ class ShardedWeight:
         """Note new masters, over what a user wrote to the BF16 shard."""
         self.stale, self.source = True, Source.MASTER
 
-    def bf16_wrote(self) -> None:
+    def bf16_wrote(self, before: torch.Tensor) -> None:
         if self.correction is not None:
             self.apart = self.master()  # the codes are about to be those of what the user wrote
         self.stale, self.source = True, Source.BF16

@@ -48,7 +48,7 @@ from ds_fp8.zero.deepspeed.parameters import (
     reshard,
     shard_of,
 )
-from ds_fp8.zero.masters import MasterSet
+from ds_fp8.zero.masters import MasterSet, SplitParameter
 from ds_fp8.zero.streams import profiled
 from ds_fp8.zero.weight import ShardedWeight, Source, State, on_device, stacks_of, without_padding
 
@@ -56,8 +56,8 @@ ALIGNMENT = 256
 """Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
 cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses."""
 
-Written = tuple[ShardedWeight, torch.Tensor]
-"""A weight whose BF16 shard a user may write to, and a copy of the shard from before."""
+Written = tuple[ShardedWeight | SplitParameter, torch.Tensor]
+"""A parameter whose BF16 shard a user may write to, and a copy of the shard from before."""
 
 
 def _kind(stack: list[ShardedWeight]) -> int:
@@ -335,6 +335,9 @@ class ShardedWeights:
         """Copy what DeepSpeed has gathered and is the shard itself (one rank)."""
         for weight in filter(None, map(self.of, parameters)):
             weight.part_from_shard()
+        for parameter in (one.parameter for one in self._split(parameters)):
+            if parameter.data_ptr() == bf16_shard(parameter).data_ptr():
+                parameter.data = parameter.data.clone()
 
     def reshard(self, parameters: Iterable[nn.Parameter], may_be_written: bool) -> list[Written] | None:
         """Drop what was gathered in FP8, before DeepSpeed releases the parameters.
@@ -348,7 +351,11 @@ class ShardedWeights:
         if not may_be_written:
             return None
         self.wait_for_cast()  # it may read the BF16 shards
-        return [(weight, bf16_shard(weight.parameter).clone()) for weight in written]
+        return [(one, bf16_shard(one.parameter).clone()) for one in (*written, *self._split(parameters))]
+
+    def _split(self, parameters: Iterable[nn.Parameter]) -> list[SplitParameter]:
+        split = {} if self.masters is None else self.masters.split
+        return [split[id(parameter)] for parameter in parameters if id(parameter) in split]
 
     def resharded(self, parameters: Iterable[nn.Parameter], before: list[Written] | None) -> None:
         """Find out what DeepSpeed's release has written, if it may have, and free BF16 shards. Collective."""
@@ -374,9 +381,9 @@ class ShardedWeights:
             # the others.
             flags = torch.tensor(changed, dtype=torch.int32, device=self.codes.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=pairs[0][0].shard.group)
-            for (weight, _), flag in zip(pairs, flags.tolist(), strict=True):
+            for (weight, old), flag in zip(pairs, flags.tolist(), strict=True):
                 if flag:
-                    weight.bf16_wrote()
+                    weight.bf16_wrote(old)
 
     def forget_unsharded(self) -> None:
         """Drop the gathered weights of a capture that failed."""
@@ -446,6 +453,7 @@ class ShardedWeights:
             {
                 p: w.master() if (w := self.of(p)) else master_shard(p)
                 for p in self._trained_with(lambda weight: not weight.frees_bf16)
+                if self.of(p) or has_fp32_master(p)  # the step has rounded the rest
             }
         )
         for weight in self:

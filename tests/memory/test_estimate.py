@@ -147,6 +147,29 @@ def test_experts_in_fp8_take_less():
     assert fp8.peak_bytes < 0.85 * bf16.peak_bytes
 
 
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("preset", ["infir2", "precise"])
+def test_states_of_8b_take_7_3_bytes_a_parameter(preset):
+    """Embedding, head and vectors included, with `compact` and BF16 gradients on one GPU."""
+    raw = merge(
+        small(**CASES["gradients kept in BF16"]), {"fp8": {"preset": {"linear": preset, "optimizer": "compact"}}}
+    )
+    found = estimate({**raw, "model": {"config": LLAMA_8B}}, gpus=1)
+    assert 8.0e9 < found.workload.model.numel < 8.1e9
+    assert 7.2 < found.lasting_bytes / found.workload.model.numel <= 7.3
+
+
 NUMEL = 1 << 20
 CAUTION = 1.3
 """How much more than it takes may be counted."""

@@ -7,6 +7,7 @@ import torch
 
 from ds_fp8.optim import adamw_step_triton as kernels
 from ds_fp8.optim.adamw import AdamStep, adamw_step_reference
+from ds_fp8.optim.masters import SplitMasters
 from ds_fp8.optim.moments import CODECS
 from tests.optim.numbers import gradients, moment, numbers_of
 
@@ -157,3 +158,45 @@ def test_nan_stays_nan_when_rounded_stochastically(kept):
     kernels.adamw_step(gradients(numel, 1).to(DEVICE), grad.to(DEVICE), m, v, STEP, seed=5)
     for state in (m, v):
         assert numbers_of(state)[[5, 1030]].isnan().all()
+
+
+TIES = torch.tensor(
+    [0x3F808000, 0x3F818000, -0x407F8000, -0x407E8000, 0x00008000, 0x7F7F8000, 0x7F800000, 0x7FC00000, 5]
+)
+"""Bits of middles between BF16 numbers, Inf, NaN and a subnormal number; nothing changes them where lr is 0."""
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-3])
+@pytest.mark.parametrize("numel", [128 * 32, 1000, 5003])
+@pytest.mark.parametrize("kept", [KEPT[0], KEPT[5], KEPT[7]], ids=lambda kept: "-".join(kept[:3]))
+@pytest.mark.parametrize(("update", "device"), [(kernels.adamw_step, DEVICE), (adamw_step_reference, "cpu")])
+def test_masters_of_bf16_and_corrections_are_fp32_ones(update, device, kept, numel, lr):
+    """Two steps, the first with masters in the middle of BF16 numbers, one of which is skipped."""
+    step = AdamStep(3, lr, 0.9, 0.95, 1e-8, 0.1)
+    master, grad = gradients(numel, 1) * 100, gradients(numel, 2)
+    master[: 9 * 40].view(torch.int32)[:] = TIES.int().repeat(40)
+    found = []
+    pieces = [slice(0, numel - 100), slice(numel - 100, numel)] if kept[2] == "tensor" else [slice(0, numel)]
+    for of_bf16 in (False, True):
+        layout = {"granularity": kept[2], "scale": kept[3], "segments": (numel - 100, 100), "device": device}
+        m, v = moment(gradients(numel, 3), kept[0], **layout), moment(grad**2, kept[1], never_zero=True, **layout)
+        masters = master.to(device, copy=True)
+        if of_bf16:
+            masters = SplitMasters.of(masters.bfloat16())
+            for elements in pieces:
+                masters.write(elements, master[elements].to(device))
+        low = None if of_bf16 else torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        for skip in (0, 1, 0):
+            skip = torch.full((1,), skip, dtype=torch.int32, device=device)
+            update(masters, grad.to(device), m, v, step, low=low, skip=skip)
+        low = masters.bf16 if of_bf16 else low
+        if of_bf16:
+            masters = torch.cat([masters.read(elements) for elements in pieces])
+        found.append([x.cpu() for x in (masters, numbers_of(m), numbers_of(v), masters.bfloat16())])
+        if of_bf16:
+            assert torch.equal(low.cpu().nan_to_num(1.5), found[-1][-1].nan_to_num(1.5))
+    for fp32, split in zip(*found, strict=True):
+        assert torch.equal(fp32.isnan(), split.isnan())
+        assert torch.equal(fp32[~fp32.isnan()], split[~fp32.isnan()])
+    if lr == 0:
+        assert torch.equal(found[1][0].view(torch.int32)[:7], master.view(torch.int32)[:7])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_fp8.casts import group_amax, quantize, scale_from_amax
 from ds_fp8.casts.primitives import decode as numbers_of
-from ds_fp8.optim.masters import decode, encode, kept_amax
+from ds_fp8.optim.masters import SplitMasters, decode, encode, kept_amax
 
 SCALES = ["pow2", "fp32"]
 BLOCKS = "128x128"
@@ -101,3 +101,39 @@ def test_small_updates_survive(scale_type, lr, most):
     displacement = (exact - start).norm()
     assert (kept - exact).norm() / displacement < most
     assert (bf16 - exact).norm() / displacement > 0.8
+
+
+def split(numbers: torch.Tensor) -> SplitMasters:
+    kept = SplitMasters.of(torch.zeros(len(numbers), dtype=torch.bfloat16))
+    kept.encode(numbers)
+    return kept
+
+
+def assert_exact(numbers: torch.Tensor):
+    kept = split(numbers)
+    assert torch.equal(kept.bf16.view(torch.int16), numbers.bfloat16().view(torch.int16))
+    found, real = kept.decode(), ~numbers.isnan()
+    assert torch.equal(found.view(torch.int32)[real], numbers.view(torch.int32)[real])
+    assert found[~real].isnan().all()
+
+
+LOW_HALVES = [0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF]
+
+
+@pytest.mark.parametrize("low", LOW_HALVES)
+def test_bf16_and_corrections_are_fp32(low):
+    """Every BF16 number of both signs, and what lies beside and between them: NaN, Inf, subnormals and zeros too."""
+    high = torch.arange(-(2**15), 2**15)
+    assert_exact(((high << 16) + low).int().view(torch.float32)[:-3])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**31), st.integers(1, 70))
+def test_bf16_and_corrections_are_any_fp32(seed, numel):
+    bits = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(seed))
+    assert_exact(bits.int().view(torch.float32))
+
+
+def test_bf16_alone_is_its_masters():
+    bf16 = torch.randn(1000).bfloat16()
+    assert torch.equal(SplitMasters.of(bf16).decode(), bf16.float())

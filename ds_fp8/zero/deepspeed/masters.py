@@ -1,6 +1,6 @@
-"""ZeRO-3's flat FP32 masters of sub-groups that have none: of weights whose masters are codes and corrections.
+"""ZeRO-3's flat FP32 masters of sub-groups that have none: whose masters are codes, or BF16, and corrections.
 
-DeepSpeed makes a flat tensor of FP32 masters for every sub-group, and reads, writes, saves and loads it. The weights
+DeepSpeed makes a flat tensor of FP32 masters for every sub-group, and reads, writes, saves and loads it. The parameters
 named here get sub-groups of their own, whose flat tensors have a size and no memory: they are NaN with stride 0, so
 that a reader nobody thought of finds NaN, and a writer an error. For DeepSpeed's getters, setters, loads and saves they
 have memory on the host for as long as a call takes.
@@ -18,8 +18,9 @@ from deepspeed.runtime.zero.stage3 import FP32_FLAT_GROUPS, DeepSpeedZeroOptimiz
 from torch import nn
 
 _MADE = ("_create_fp16_sub_groups", "_create_fp32_partitions")
-Choose = Callable[[nn.Module, set[int]], set[int]]
-"""Takes a model and the ids of the parameters that are trained; returns the ids of those without FP32 masters."""
+Choose = Callable[[nn.Module, set[int]], dict[int, bool]]
+"""Takes a model and the ids of the parameters that are trained; returns the ids of those without FP32 masters, each
+with whether it has a sub-group of its own."""
 
 
 @contextmanager
@@ -30,10 +31,10 @@ def without_fp32_masters(choose: Choose) -> Iterator[None]:
     def sub_groups(zero: Any, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         if not hasattr(zero, "_ds_fp8_coded"):
             trained = {id(p) for group in zero.trainable_param_groups for p in group["params"]}
-            zero._ds_fp8_coded = choose(zero.parameter_offload.module, trained) & trained
-        coded = [p for p in parameters if id(p) in zero._ds_fp8_coded]
-        others = [p for p in parameters if id(p) not in zero._ds_fp8_coded]
-        return [group for some in (others, coded) if some for group in made[_MADE[0]](zero, some)]
+            zero._ds_fp8_coded = choose(zero.parameter_offload.module, trained)
+        kinds = {kind: [p for p in parameters if zero._ds_fp8_coded.get(id(p)) is kind] for kind in (None, True, False)}
+        lists = (kinds[None], *([p] for p in kinds[True]), kinds[False])
+        return [group for some in lists if some for group in made[_MADE[0]](zero, some)]
 
     def partitions(zero: Any) -> None:
         flat, whole = zero.fp16_partitioned_groups_flat, list(zero.fp16_partitioned_groups_flat)
@@ -69,10 +70,13 @@ class FlatMasters:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._zero = engine.optimizer
+        coded: dict[int, bool] = getattr(self._zero, "_ds_fp8_coded", {})
+        self.alone = {key for key, alone in coded.items() if alone}
+        """Ids of the parameters that have sub-groups of their own."""
         self.sub_groups: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
         """By sub-group without FP32 masters its parameters, each with its first element there and their number."""
         for index, group in enumerate(self._zero.fp16_groups):
-            if id(group[0]) in getattr(self._zero, "_ds_fp8_coded", ()):
+            if id(group[0]) in coded:
                 places = [self._zero.grad_position[self._zero.get_param_id(parameter)] for parameter in group]
                 self.sub_groups[index] = [(p, start, numel) for p, (_, start, numel) in zip(group, places, strict=True)]
 

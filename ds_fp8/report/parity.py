@@ -90,7 +90,7 @@ def twins_of(points: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[
         if other != point:
             raise UserError(f'the points "{other}" and "{point}" have the same folder', remedy="give each its own name")
         plain = tuple(change for change in changes if not change.startswith("fp8."))
-        in_bf16 = point if len(plain) == len(changes) else ", ".join(plain)
+        in_bf16 = point if plain and len(plain) == len(changes) else ", ".join(plain)
         result += [
             (Cell(KINDS[0], seed, point, tuple(changes)), Cell(KINDS[1], seed, in_bf16, plain)) for seed in seeds
         ]

@@ -149,6 +149,7 @@ def refused(file, world):
         ({"zero_optimization__stage": 2, "fp8__enabled": False}, 2, "sequence_parallel_size", "ZeRO stage 3"),
         ({"sequence_parallel_size": 1, "data__tokens_per_gpu": 63}, 1, "data.tokens_per_gpu", "into tokens_per_gpu 63"),
         ({"data__tokens_per_gpu": 31}, 2, "data.tokens_per_gpu", "does not fit into tokens_per_gpu 31 over 2 GPUs"),
+        ({"train__eval_bf16": True}, 2, "train.eval_bf16", "ranks share sequences"),
     ],
     ids=str,
 )

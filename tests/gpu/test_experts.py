@@ -13,12 +13,12 @@ from ds_fp8.layers.experts.layout import (
     permute_cast,
     unpermute,
 )
-from ds_fp8.layers.experts.products import ExpertProducts, ExpertWeights, expert_products
+from ds_fp8.layers.experts.products import ExpertAdapters, ExpertProducts, ExpertWeights, expert_products
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
 from tests.gemm.tolerance import CHAIN, OF_SCALES, ROUNDING, assert_is_product
-from tests.layers.test_expert_products import inputs, run
+from tests.layers.test_expert_products import inputs, low_ranks, run, run_adapted
 from tests.numerics import error
 
 pytestmark = pytest.mark.gpu
@@ -177,14 +177,29 @@ def test_experts_are_those_of_the_reference(counts, choices, wgrad_input):
         assert error(one.cpu(), other) < 2 * CHAIN[torch.bfloat16]  # and what tensor cores drop
 
 
+@pytest.mark.parametrize("activations", [{}, {"recompute": "mlp"}])
+@pytest.mark.parametrize("rank", [8, 32])
+@pytest.mark.parametrize(("counts", "choices"), [((0, 1, 127, 128, 129), 1), ((300, 0, 0), 2), ((3,) * 64, 8)])
+def test_adapters_are_those_of_the_reference(counts, choices, rank, activations):
+    given, products = inputs(counts, choices), settings(activations=activations)
+    adapters = low_ranks(*given[3:5], rank, 0.3)
+    expected = run_adapted(*given, products, adapters)
+    on_device = ExpertAdapters.of_tensors([tensor.cuda() for tensor in adapters.tensors])
+    found = run_adapted(*(tensor.cuda() for tensor in given), products, on_device)
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        assert error(one.cpu(), other) < 2 * CHAIN[torch.bfloat16]
+
+
 def parameters(given):
     x, index, router_weights, gate_up, down, dy = (tensor.cuda() for tensor in given)
-    leaves = [tensor.requires_grad_() for tensor in (x, router_weights, gate_up, down)]
+    low_rank = low_ranks(gate_up, down).tensors
+    leaves = [tensor.cuda().requires_grad_() for tensor in (x, router_weights, gate_up, down, *low_rank)]
     return leaves, index, dy
 
 
 def step(leaves, index, dy, products):
-    y = expert_products(leaves[0], index, leaves[1], ExpertWeights(*leaves[2:]), products)
+    adapters = ExpertAdapters.of_tensors(leaves[4:])
+    y = expert_products(leaves[0], index, leaves[1], ExpertWeights(*leaves[2:4]), products, adapters)
     # Without its history: as long as that is kept, the leaves' gradients belong to the stream of the first step, and
     # no other stream can capture them.
     return y.detach(), *torch.autograd.grad(y, leaves, dy)

@@ -110,7 +110,7 @@ def test_a_batch_without_tokens_has_zero_gradients():
         assert weight.grad.shape == weight.shape
 
 
-def adapted_pair(implementation, products="bf16", targets=("gate_up_proj", "down_proj")):
+def adapted_pair(implementation, products="bf16", targets=("gate_up_proj", "down_proj"), **linear):
     """As `pair`, a layer's experts below PEFT's wrappers, with two adapters; PEFT's own as the twin's."""
     torch.manual_seed(0)
     model = mixture("qwen3_moe")
@@ -120,12 +120,13 @@ def adapted_pair(implementation, products="bf16", targets=("gate_up_proj", "down
     model.add_adapter("second", LoraConfig(**{**lora.to_dict(), "r": 2, "lora_alpha": 3, "use_rslora": True}))
     model = model.bfloat16()
     twin = copy.deepcopy(model)
-    convert(model, config(linear={"expert_products": products}))
+    convert(model, config(linear={"expert_products": products, **linear}))
     experts, theirs = (one.base_model.model.model.layers[0].mlp.experts for one in (model, twin))
     base = experts.get_base_layer()
     gathered_in_fp8(base)
     with torch.no_grad():
-        for name, own in theirs.get_base_layer().named_parameters(recurse=False):
+        for name in base.expert_recipes:
+            own = getattr(theirs.get_base_layer(), name)
             own.copy_(decode(getattr(base, name)).view(own.shape))
     return (model, experts), (twin, theirs)
 
@@ -161,6 +162,16 @@ def test_adapters_of_multiplied_experts_are_pefts(chosen, targets):
     for mine, wanted in zip(found, expected, strict=True):
         assert (mine is None) is (wanted is None)
         assert mine is None or 0.001 < error(mine, wanted) < FP8_ERROR
+
+
+@pytest.mark.parametrize("products", ["fp8", "bf16"])
+def test_an_adapter_beside_a_weight_that_stays_in_bf16(products):
+    (_, ours), (_, theirs) = adapted_pair("grouped_mm", products, overrides={"*.experts.down_proj": "bf16"})
+    assert set(ours.get_base_layer().expert_recipes) == {"gate_up_proj"}
+    for _ in range(2):
+        for mine, wanted in zip(results(ours, inputs()), results(theirs, inputs()), strict=True):
+            assert (mine is None) is (wanted is None)
+            assert mine is None or torch.equal(mine, wanted)
 
 
 def test_experts_with_adapters_are_copied_and_restored():

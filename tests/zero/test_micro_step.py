@@ -114,7 +114,15 @@ def pinned(pin, section, sizes):
     return losses, masters(engine)
 
 
-@pytest.mark.parametrize("section", [{}, {"preset": "precise"}, {"preset": "precise", "monitor": {"every": 2}}])
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"preset": "precise"},
+        {"preset": "precise", "monitor": {"every": 2}},
+        {"preset": "precise", "optimizer": {"master": "fp8_plus16"}},
+    ],
+)
 def test_pinned_scales_follow_the_masters(ranks, section):
     (losses, parts), (expected, wanted) = (ranks(2, pinned, pin, section, (132, 300))[0] for pin in (True, False))
     assert losses == expected

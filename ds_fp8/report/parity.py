@@ -196,7 +196,7 @@ def table_to_loss(points: Points) -> Table:
             row += [number(way["steps_ratio"], "{:.3f}"), number(way["step_seconds"], "{:.1f}", 1e-3)]
             row += [number(way["seconds"], "{:.1f}"), number(way["seconds_ratio"], "{:.3f}")]
             row += [number(way["seconds"] and way["seconds"] / _seconds(others), "{:.3f}") for others in own.values()]
-            row.append(number(way["gap_along"], "{:+.2%}"))
+            row.append(number(way["gap_along"], "{:+.3%}"))
             row.append(", ".join("{times} of {of} (p {p:.2g})".format(**seed) for seed in way["bf16_better"]))
             if row not in rows:
                 rows.append(row)

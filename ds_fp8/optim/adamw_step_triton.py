@@ -55,21 +55,21 @@ _SCALARS = [
 
 
 @triton.jit
-def _at(pointers, valid, EVEN: tl.constexpr):
+def load(pointers, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = ""):
     """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""
     if EVEN:
-        x = tl.load(pointers)
+        x = tl.load(pointers, eviction_policy=POLICY)
     else:
-        x = tl.load(pointers, mask=valid, other=0)
+        x = tl.load(pointers, mask=valid, other=0, eviction_policy=POLICY)
     return x
 
 
 @triton.jit
-def _put(pointers, x, valid, EVEN: tl.constexpr):
+def store(pointers, x, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = ""):
     if EVEN:
-        tl.store(pointers, x)
+        tl.store(pointers, x, eviction_policy=POLICY)
     else:
-        tl.store(pointers, x, mask=valid)
+        tl.store(pointers, x, mask=valid, eviction_policy=POLICY)
 
 
 @triton.jit(do_not_specialize=["first", "numel", "seed"], do_not_specialize_on_alignment=_SCALARS)
@@ -99,9 +99,9 @@ def _adamw(
     # Whole programs need no masks, which would break up the wide accesses where numel is odd.
     valid = offsets < numel
     inside = rows * 128 < numel
-    g = _at(grad + offsets, valid, EVEN).to(tl.float32)
-    m_codes = _at(exp_avg + offsets, valid, EVEN)
-    v_codes = _at(exp_avg_sq + offsets, valid, EVEN)
+    g = load(grad + offsets, valid, EVEN).to(tl.float32)
+    m_codes = load(exp_avg + offsets, valid, EVEN)
+    v_codes = load(exp_avg_sq + offsets, valid, EVEN)
     if factor is not None:
         g = g * tl.load(factor)
     m = decode_tile(m_codes, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
@@ -113,26 +113,26 @@ def _adamw(
         tl.atomic_max(exp_avg_bits, tl.max(tl.max(normal_magnitude_bits(m), 1), 0), sem="relaxed")
         tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(normal_magnitude_bits(v), 1), 0), sem="relaxed")
     else:
-        w = _at(master + offsets, valid, EVEN)
+        w = load(master + offsets, valid, EVEN)
         if ties is None:
             w = w.to(tl.float32)
         else:
             # Corrections are in `master`, BF16 in `low`; of a byte of ties all elements are this program's.
             bit = (tl.arange(0, 128) % 8)[None, :]
-            tie = (_at(ties + offsets // 8, valid, EVEN).to(tl.int32) >> bit) & 1
-            w = decode_split(_at(low + offsets, valid, EVEN), w, tie)
+            tie = (load(ties + offsets // 8, valid, EVEN).to(tl.int32) >> bit) & 1
+            w = decode_split(load(low + offsets, valid, EVEN), w, tie)
         w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
         if ties is None:
-            _put(master + offsets, w, valid, EVEN)
+            store(master + offsets, w, valid, EVEN)
             if LOW:
-                _put(low + offsets, w.to(low.dtype.element_ty), valid, EVEN)
+                store(low + offsets, w.to(low.dtype.element_ty), valid, EVEN)
         else:
             bf16, correction, tie = encode_split(w)
-            _put(low + offsets, bf16, valid, EVEN)
-            _put(master + offsets, correction, valid, EVEN)
+            store(low + offsets, bf16, valid, EVEN)
+            store(master + offsets, correction, valid, EVEN)
             eighths = rows[:, None] * 16 + tl.arange(0, 16)[None, :]
             tie = tl.sum(tl.reshape(tie << bit, [ROWS, 16, 8]), 2)
-            _put(ties + eighths, tie.to(tl.uint8), eighths * 8 < numel, EVEN)
+            store(ties + eighths, tie.to(tl.uint8), eighths * 8 < numel, EVEN)
         # Triton wants a tensor of the shape in every branch; without noise nobody reads it.
         noise1 = w
         noise2 = w

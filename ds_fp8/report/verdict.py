@@ -56,7 +56,7 @@ class Gap:
     error: float | None
     """Standard error of the mean, None for one seed."""
     chance: float = 0.0
-    """What one seed may be apart by chance."""
+    """The difference of one seed that chance may make."""
 
     def level(self, tolerance: float) -> Level:
         if self.mean <= tolerance:

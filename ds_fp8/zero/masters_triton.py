@@ -1,9 +1,8 @@
 """AdamW's step of masters as codes and corrections (masters.py) in one pass: a program takes block after block of 128 x 128.
 
 It updates PART rows after another, stores their moments, and puts their new masters aside; then it has the amax of the
-block, and from that the scale, codes and corrections. Masters lie aside in a few MB that all blocks share, and that
-never leave the L2 cache: registers for a block of them would leave room for one program a multiprocessor, which waits
-for memory half of the time.
+block, and from that the scale, codes and corrections. Masters lie aside in a few MB that all blocks share, small enough
+for the L2 cache: a block of them in registers would leave room for one program a multiprocessor.
 
     UPDATE     blocks that no other rank has a part of: everything
     MEASURE    of the others only the amax; nothing else is written
@@ -26,7 +25,7 @@ from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, multipro
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
-from ds_fp8.optim.adamw_step_triton import BEYOND, common_arguments, state_arguments
+from ds_fp8.optim.adamw_step_triton import BEYOND, common_arguments, load, state_arguments, store
 from ds_fp8.optim.masters_triton import decode_master, encode_master, kept_scale
 from ds_fp8.optim.moments import Moment
 from ds_fp8.optim.moments_triton import decode_tile, divide, encode_store
@@ -34,34 +33,17 @@ from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.weight import ShardedWeight
 
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
+ONCE = tl.constexpr("evict_first")
+"""For what is read or written once: masters that lie aside stay in the cache before it."""
 PART, WARPS, PROGRAMS = 16, 8, 3
 """Rows that a program updates at once, its warps, and programs a multiprocessor: 8 elements and 80 registers a thread."""
 
 
 @triton.jit
-def _at(pointers, valid, EVEN: tl.constexpr):
-    """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""
-    # Read once: what lies aside stays in the cache before it.
-    if EVEN:
-        x = tl.load(pointers, eviction_policy="evict_first")
-    else:
-        x = tl.load(pointers, mask=valid, other=0, eviction_policy="evict_first")
-    return x
-
-
-@triton.jit
-def _put(pointers, x, valid, EVEN: tl.constexpr):
-    if EVEN:
-        tl.store(pointers, x, eviction_policy="evict_first")
-    else:
-        tl.store(pointers, x, mask=valid, eviction_policy="evict_first")
-
-
-@triton.jit
 def _put_masters(codes, corrections, w, scale, reciprocal, valid, POW2: tl.constexpr, EVEN: tl.constexpr):
     code, correction = encode_master(w, scale, reciprocal, POW2)
-    _put(codes, code, valid, EVEN)
-    _put(corrections, correction, valid, EVEN)
+    store(codes, code, valid, EVEN, ONCE)
+    store(corrections, correction, valid, EVEN, ONCE)
 
 
 @triton.jit(do_not_specialize=["seed", "count"], do_not_specialize_on_alignment=["programs"])
@@ -110,14 +92,14 @@ def _step(
             valid = inside[:, None] & (across_block >= 0)[None, :]
             place = of_row[:, None] + across_block[None, :]
             groups = flat // 128 + of_row // 128
-            g = _at(grad + flat + place, valid, EVEN).to(tl.float32)
+            g = load(grad + flat + place, valid, EVEN, ONCE).to(tl.float32)
             if factor is not None:
                 g = g * tl.load(factor)
-            m = decode_tile(_at(exp_avg + flat + place, valid, EVEN), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
-            v = decode_tile(_at(exp_avg_sq + flat + place, valid, EVEN), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
+            m = decode_tile(load(exp_avg + flat + place, valid, EVEN, ONCE), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
+            v = decode_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
             m = m * beta1 + g * (1.0 - beta1)
             v = v * beta2 + g * g * (1.0 - beta2)
-            w = decode_master(_at(its_codes + place, valid, EVEN), _at(its_corrections + place, valid, EVEN), old_scale)
+            w = decode_master(load(its_codes + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
             if apart is not None:
                 address = tl.load(apart + weight)
                 of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)

@@ -64,7 +64,7 @@ class ExpertAdapters(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What `forward` keeps for `backward`."""
+    """Tensors that `forward` keeps for `backward`."""
 
     gate_up: Saved | None = None
     """[R, 2F], if the recipe keeps it."""

@@ -96,7 +96,7 @@ def with_adapters(frozen_on_host):
     engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
     losses = []
     for step in range(3):
-        tokens = models.batch(step, dist.get_rank())
+        tokens = models.batch(step, dist.get_rank()).to(engine.device)
         losses.append(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
         engine.backward(losses[-1])
         engine.step()

@@ -126,25 +126,6 @@ def to_fp8(x, reciprocal, dtype: tl.constexpr):
     return (x * reciprocal).to(dtype)
 
 
-@triton.jit
-def spacing_of(x, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
-    """Return the spacing around x of the numbers of a format of this machine epsilon and smallest subnormal number."""
-    # The exponent bits alone are the largest power of two not above |x|: the numbers of a binade are equally far apart.
-    binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.maximum(binade * EPSILON, SUBNORMAL)
-
-
-@triton.jit
-def round_stochastically(x, draw, EPSILON: tl.constexpr, SUBNORMAL: tl.constexpr):
-    """Round x to a format's grid, up or down so that its expectation stays; `draw` in [0, 1). NaN stays NaN."""
-    spacing = spacing_of(x, EPSILON, SUBNORMAL)
-    in_steps = tl.div_rn(tl.abs(x), spacing)
-    below = tl.floor(in_steps)
-    # The fraction first: added to the whole, a draw would lose the bits that FP32 has no room for.
-    magnitude = tl.where(in_steps - below + draw >= 1.0, below + 1.0, below) * spacing
-    return tl.where(x.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)  # zero has a sign, too
-
-
 TRITON_DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize
+from ds_fp8.casts.outliers import channel_energy, extend_input_reference, largest_channels
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward_reference, rms_norm_cast
 from ds_fp8.layers.decoder.rotary import (
@@ -191,7 +193,8 @@ def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
         turned = torch.cat([-q[..., head_dim // 2 :], q[..., : head_dim // 2]], -1)
         rotated = q * cos[:, None] + turned * sin[:, None]
         assert error(layout.split(expected, batch, length)[0], rotated) < BF16_ERROR
-    assert error(rotary_kernels.rotate_heads(qkv.clone(), *transform), expected) < BF16_ERROR
+    rotated = rotary_kernels.rotate_heads(qkv.clone(), *transform)
+    assert error(rotated, expected) < BF16_ERROR
 
     gradients = layout.split(random(batch * length, 8 * head_dim), batch, length)
     wanted = rotate_backward_reference(gradients, transform, qkv)
@@ -199,3 +202,33 @@ def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
     for result, expected in zip(results, wanted, strict=True):
         assert (result is None) == (expected is None)
         assert result is None or error(result, expected) < BF16_ERROR
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("tokens", "features", "count"), [(1, 128, 64), (130, 576, 64), (257, 200, 17), (512, 1536, 128)]
+)
+def test_outlier_blocks_of_gated_products(tokens, features, count, activation):
+    torch.manual_seed(0)
+    gate_up = random(tokens, 2 * features)
+    gate_up[:, : features // 8] *= 20
+    _, cast, _ = gated_kernels.gated_forward(gate_up, activation, CastSpec(scale="fp32"), save=False)
+    channels = largest_channels(channel_energy(cast), count)
+    at = torch.cat([channels, channels + features]).long()
+    values = gated_product_reference(gate_up[:, at], activation)
+    expected, found = (
+        extend_input_reference(cast, values, channels),
+        gated_kernels.extend_product_tiles(cast, gate_up, activation, channels),
+    )
+    start = -(-features // 128) * 128
+    assert torch.equal(found.data.view(torch.uint8)[:, :start], expected.data.view(torch.uint8)[:, :start])
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-4, atol=0)
+    # The kernel's exponential differs in the last places, where a residual is a small difference of large numbers.
+    exact, block = values.double(), found.dequantize().double()[:, start:]
+    exact = torch.nn.functional.pad(exact, (0, -count % 64)).view(tokens, -1, 64)
+    value, residual = block.view(tokens, -1, 2, 64).unbind(2)
+    rounded = cast.dequantize().double()[:, channels.long()]
+    rounded = torch.nn.functional.pad(rounded, (0, -count % 64)).view(tokens, -1, 64)
+    of_codes, of_pairs = (0.04, 0.004) if ON_GPU else (0.06, 0.02)
+    assert (value - exact).norm() < of_codes * exact.norm()
+    assert (rounded + residual - exact).norm() < of_pairs * exact.norm()

@@ -40,6 +40,20 @@ def test_files_of_the_repository_that_a_page_names_are_there(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_files_that_docstrings_and_comments_name_are_there():
+    paths = [
+        f"/{file.relative_to(ROOT)}"
+        for folder in ("ds_fp8", "tests", "scripts")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    gone = []
+    for file in (ROOT / "ds_fp8").rglob("*.py"):
+        for name in re.findall(r"(?<![\w/.$\"{])(?:[a-z_0-9]+/)*[a-z_0-9]+\.py\b", file.read_text()):
+            if not any(path.endswith(f"/{name}") for path in paths):
+                gone.append((file.name, name))
+    assert gone == []
+
+
 def test_files_and_packages_that_the_page_of_architecture_names_are_there_and_no_package_is_forgotten():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`(?!NAME)([\w/]+(?:\.py|/))`", text)) - {

@@ -8,7 +8,7 @@ among 8 lanes, and what is computed once a group costs little. Per element
     exp_avg    = beta1 exp_avg + (1 - beta1) grad
     exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad²
     master     = (1 - lr weight_decay) master - step_size exp_avg / (root_factor sqrt(exp_avg_sq) + eps)
-    codes, scales = encode(exp_avg, exp_avg_sq)              with fresh scales, as codecs.py has it
+    codes, scales = encode(exp_avg, exp_avg_sq)              with fresh scales, as moments.py has it
 
 and on request the parameter in BF16 or FP16; masters may be BF16 and corrections (masters.py). The update uses the
 moments before they are rounded.

@@ -1,6 +1,6 @@
 """Optimizer step of ZeRO-3 with the fewest passes over memory.
 
-    squares = sum over ranks of gradient²       summed where gradients were written (gradient_shards.py); 8 bytes travel
+    squares = sum over ranks of gradient²       summed where gradients were written (gradients.py); 8 bytes travel
     norm    = sqrt(squares)
     factor  = 1 / (loss scale * max(1, (norm / loss scale + 1e-6) / clip))
     masters, moments = AdamW(masters, moments, factor * gradient)           unless norm is Inf or NaN

@@ -48,8 +48,8 @@ ROWS, WARPS = 16, 4
 BEYOND = tl.constexpr(0x85EBCA6B)
 """Odd: parts the elements whose indices are the same but for their upper 32 bits."""
 SMALLEST_OF_SCALES = tl.constexpr(SMALLEST_SCALE)
-ANYHOW = tl.constexpr("")
-"""No policy: Triton takes strings for defaults from such names alone."""
+NO_POLICY = tl.constexpr("")
+"""A default must be a constexpr: Triton compiles no plain string as one."""
 _SCALARS = [
     "exp_avg_scale", "exp_avg_sq_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale", "exp_avg_bits", "exp_avg_sq_bits",
 ]
@@ -57,7 +57,7 @@ _SCALARS = [
 
 
 @triton.jit
-def load(pointers, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = ANYHOW):
+def load(pointers, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = NO_POLICY):
     """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""
     if EVEN:
         x = tl.load(pointers, eviction_policy=POLICY)
@@ -67,7 +67,7 @@ def load(pointers, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = ANYHOW):
 
 
 @triton.jit
-def store(pointers, x, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = ANYHOW):
+def store(pointers, x, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = NO_POLICY):
     if EVEN:
         tl.store(pointers, x, eviction_policy=POLICY)
     else:

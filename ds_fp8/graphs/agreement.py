@@ -88,6 +88,8 @@ class Facts:
     """The graph need not be checked now."""
     comparable: bool = False
     """The graph runs the same kernels as Python."""
+    room: bool = False
+    """A check that is due has memory beside the graph, or the model's code must be checked."""
     lasting: bool = False
     """No rank gives graphs up: memory beside them suffices, and the model has not changed again and again."""
     has_capacity: bool = False
@@ -110,7 +112,7 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
     if facts.usable:
         # A measured micro-step must run eagerly, since the monitor's kernels are not in the graph; it is then used as a
         # check as well where that is possible.
-        if facts.unmeasured and (facts.unchecked or not facts.comparable):
+        if facts.unmeasured and (facts.unchecked or not facts.comparable or not facts.room):
             return Action.REPLAY, None
         return (Action.CHECK if facts.comparable else Action.EAGER), None
     if not facts.unmeasured:

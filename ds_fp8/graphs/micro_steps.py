@@ -65,6 +65,10 @@ MAX_GRAPHS = 8
 MAX_CHANGES = 3
 """Changes of a captured model's hooks or settings, after which nothing is captured any more."""
 
+PAID_AFTER = 50
+"""Replays that save more time than a capture takes; graphs freed sooner for memory are not captured again."""
+
+UNCHECKED = "CUDA graphs go on unchecked where no memory is free beside them for what Python computes"
 OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
 
 
@@ -225,7 +229,8 @@ class MicroStepGraphs:
         # Evaluation runs eagerly, beside graphs that may leave it too little memory.
         if not (self._engine.module.training and torch.is_grad_enabled()):
             self._evaluated = True
-            self._give_way(evaluates=True)
+            # It keeps nothing between layers, but has logits.
+            self._give_way(self._graphs.kept_bytes // 4)
             return self._stock(*args, **kwargs)
         # Local knowledge only; no rank may act on it before `_decide` has compared it with the others'.
         here = self._look_at(args, kwargs)
@@ -247,7 +252,7 @@ class MicroStepGraphs:
             return self._launch_and_check(here)
         if self.off is not None:
             return self._stock(*args, **kwargs)
-        self._give_way()
+        self._give_way(self._graphs.kept_bytes)
         return self._launch(here)
 
     def _look_at(self, args: tuple, kwargs: dict[str, Any]) -> Call:
@@ -290,28 +295,33 @@ class MicroStepGraphs:
         # parameters have no wgrad, and dropout depends on the mode of its module.
         return batch, accumulates, arrived and tuple(arrived), self._micro_step.trained, self._micro_step.training
 
-    def _give_way(self, evaluates: bool = False) -> None:
-        """Free the graphs, for good, where they leave too little memory to what runs beside them on this rank."""
-        if len(self._graphs) and not self._graphs.pending and not self._graphs.has_room(evaluates):
+    def _give_way(self, needed: int) -> None:
+        """Free the graphs where they leave less memory to what runs beside them on this rank."""
+        if len(self._graphs) and not self._graphs.pending and not self._graphs.has_room(needed):
+            self._gives_up = self._gives_up or self._graphs.replays < PAID_AFTER
             self._graphs.forget()
             torch.cuda.empty_cache()
-            self._gives_up = True
 
     def _decide(self, here: Call) -> tuple[Action, str | None]:
         """Return what all ranks do with a call, and a reason to log. Collective."""
         graph = self._graphs.get(here.signature)
         # The schedule counts replays and not steps: these are the same on all ranks.
         unchecked, unmeasured = graph is None or not graph.schedule.due, not self._monitor.active
-        if graph is not None and not (unchecked and unmeasured):
-            # Before Python launches it beside the graph.
-            self._give_way(evaluates=unmeasured and not self._differentiates)
-            graph = self._graphs.get(here.signature)
+        room = True
+        if graph is not None and not unmeasured:
+            self._give_way(self._graphs.kept_bytes)  # Python launches it beside the graph
+        elif not unchecked:
+            room = self._graphs.has_room(self._graphs.check_bytes)
+            if self._auto and self._code_of_others is not None:  # which must be checked
+                self._give_way(self._graphs.check_bytes)
+        graph = self._graphs.get(here.signature)
         mine = Facts(
             alone=not here.pending or self._captured_once,
             usable=graph is not None and graph.addresses == self._addresses(),
             unmeasured=unmeasured,
             unchecked=unchecked,
             comparable=graph is not None and (here.documents > 0) == (graph.max_documents > 0),
+            room=room,
             lasting=not self._gives_up,
             has_capacity=graph is not None or len(self._graphs) < MAX_GRAPHS,
         )
@@ -340,6 +350,9 @@ class MicroStepGraphs:
             seen = here.signature, packed
             self._eager_runs[seen] = self._eager_runs.get(seen, 0) + 1
             self._evaluated = False  # DeepSpeed may follow the order of an evaluation until then
+        if action is Action.REPLAY and not facts["room"]:
+            graph.schedule.checked()
+            self._log(UNCHECKED)
         return action, reason
 
     def _addresses(self) -> tuple[int, ...]:
@@ -363,8 +376,15 @@ class MicroStepGraphs:
         if self._graphs.get(here.signature) is not None:
             # Those that there are keep less memory than a second pool, or read elsewhere now.
             self._graphs.forget()
+        why = (why_auto_disabled(self._engine.module) or self._eager.changes) if self._auto else None
+        if not self._agreement.least(why is None)[0]:
+            self._end(why or "another rank's model has code that graphs would not call")
+            return False
         gather = self._gather
         self._settle()
+        before = self._checks.state()
+        self._graphs.check_bytes = self._graphs.growth(functools.partial(self._compute, here))
+        before.restore()
         if gather is not None:
             gather.pin_scales()
         # DeepSpeed's hooks count during the capture although nothing runs; a failed capture puts the counters back.
@@ -384,9 +404,6 @@ class MicroStepGraphs:
             )
 
         try:
-            why = (why_auto_disabled(self._engine.module) or self._eager.changes) if self._auto else None
-            if why is not None:
-                raise ValueError(why)
             graph, kept = self._graphs.capture(make, here.max_documents, self._eager.draws, here.ordered)
         # Also KeyboardInterrupt: DeepSpeed's state has to be put back before anything propagates.
         except BaseException as found:  # whatever cannot be captured: it is reported, and runs eagerly

@@ -16,7 +16,7 @@ The kernels are the same, and so are their results bit for bit; agreement.py com
 
 The graphs of an engine are captured on one stream into one pool, which keeps the activations of one micro-step. Nothing
 outside of a graph is allocated there, so eager work beside them (evaluation, measured micro-steps) needs other memory.
-Where that is short there are no graphs.
+Where that is short they are freed, and captured again behind it.
 """
 
 from __future__ import annotations
@@ -282,6 +282,10 @@ class CapturedGraphs:
         """True if the next capture is tried out first."""
         self.kept_bytes = 0
         """Memory of the graphs' own."""
+        self.check_bytes = 0
+        """Memory that a check takes beside them, as measured before they were captured."""
+        self.replays = 0
+        """Replays since graphs were last freed."""
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -299,7 +303,7 @@ class CapturedGraphs:
             graph.close()
         self._graphs.clear()
         # The memory of a pool goes back with its last graph; the next capture begins another pool.
-        self._pool, self.kept_bytes = None, 0
+        self._pool, self.kept_bytes, self.replays = None, 0, 0
 
     def process_group_ends(self, group: torch.distributed.ProcessGroup | None) -> None:
         """Free the graphs if their collectives use a process group that is about to end; None: the process ends."""
@@ -307,6 +311,7 @@ class CapturedGraphs:
             self.forget()
 
     def replay(self, graph: MicroStepGraph, batch: Mapping[str, Any]) -> Any:
+        self.replays += 1
         graph.schedule.replays += 1
         return graph.replay(batch)
 
@@ -377,14 +382,19 @@ class CapturedGraphs:
             graph.close()
             raise torch.OutOfMemoryError(f"CUDA graphs would leave {free / 2**30:.2f} GiB of the GPU's memory free")
 
-    def has_room(self, evaluates: bool) -> bool:
-        """Return whether graphs leave the memory that a micro-step beside them takes: as much as they keep.
+    def growth(self, run: Callable[[], Any]) -> int:
+        """Return by how many bytes the memory that torch reserves grows while something runs."""
+        # Not by the peak of what is allocated: resetting it would change the user's own figures, and pieces between
+        # blocks count, too.
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
+        run()
+        return torch.cuda.memory_reserved(self._device) - before
 
-        An evaluation, which keeps nothing between layers but has logits, takes a quarter of it.
-        """
+    def has_room(self, needed: int) -> bool:
+        """Return whether so many bytes can be had beside the graphs."""
         free, _ = torch.cuda.mem_get_info(self._device)
         # Eager kernels can use what the allocator has cached. The pool's blocks count as cached too, but only graphs
         # get them: kept_bytes is taken off.
         reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
-        needed = self.kept_bytes // 4 if evaluates else self.kept_bytes
         return free + reserved - allocated - self.kept_bytes >= needed

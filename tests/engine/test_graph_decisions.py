@@ -246,6 +246,7 @@ TABLE = [
     # With a graph.
     ({"usable": 1, "unmeasured": 1, "unchecked": 1}, Action.REPLAY),
     ({"usable": 1, "unmeasured": 1, "comparable": 0}, Action.REPLAY),
+    ({"usable": 1, "unmeasured": 1, "room": 0}, Action.REPLAY),
     ({"usable": 1, "comparable": 1}, Action.CHECK),
     ({"usable": 1}, Action.EAGER),
     # Without one.

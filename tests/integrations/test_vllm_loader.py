@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ds_fp8.config.errors import UserError
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.export import export_engine
+from ds_fp8.export.engines import served_plan, served_tensors
+from ds_fp8.integrations import trl
+from ds_fp8.integrations.vllm import sync_weights, transfer_config
+from tests.integrations import vllm_loader
 from tests.integrations.vllm_models import engine_of, step, unequal
-from tests.ranks import RankPools
 
 pytest.importorskip("vllm")
 
@@ -23,13 +30,8 @@ def synced(
     Those that differ are three lists: of the folder's as they were loaded, and of training's a few steps later, before
     and after the update. parallel: each rank's vLLM holds its share of the model.
     """
-    from tests.integrations import vllm_loader
-
     vllm_loader.prepare()
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    from ds_fp8.export import export_engine
-    from ds_fp8.export.engines import served_plan, served_tensors
-    from ds_fp8.integrations.vllm import sync_weights, transfer_config
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     assert parallel == (ranks > 1)
@@ -49,20 +51,6 @@ def synced(
     return loaded, before, unequal(vllm_loader.held(llm), weights, rank, ranks), sent.chunks
 
 
-@pytest.fixture
-def some_ranks():
-    """Run a function in processes of its own: what vLLM and torch are told there stays there."""
-    pools = RankPools()
-    yield pools
-    pools.close()
-
-
-@pytest.fixture
-def rank(some_ranks):
-    """Run a function in one such process."""
-    return lambda function, *args: some_ranks(1, function, *args)[0]
-
-
 @pytest.mark.parametrize(
     ("kind", "fp8", "layout"),
     [
@@ -78,8 +66,8 @@ def rank(some_ranks):
         ("mixtral", {"preset": "rowwise"}, "compressed-tensors"),
     ],
 )
-def test_every_byte_in_vllm_is_that_of_training(rank, tmp_path, kind, fp8, layout):
-    loaded, before, after, chunks = rank(synced, kind, fp8, layout, str(tmp_path / "served"))
+def test_every_byte_in_vllm_is_that_of_training(new_ranks, tmp_path, kind, fp8, layout):
+    loaded, before, after, chunks = new_ranks(1, synced, kind, fp8, layout, str(tmp_path / "served"))[0]
     assert loaded == []
     assert before
     assert after == []
@@ -95,8 +83,8 @@ def test_every_byte_in_vllm_is_that_of_training(rank, tmp_path, kind, fp8, layou
         ("qwen3_moe", {}, "fp8"),
     ],
 )
-def test_every_byte_of_a_share_is_that_of_training(some_ranks, tmp_path, kind, fp8, layout):
-    for loaded, before, after, _ in some_ranks(2, synced, kind, fp8, layout, str(tmp_path / "served"), True):
+def test_every_byte_of_a_share_is_that_of_training(new_ranks, tmp_path, kind, fp8, layout):
+    for loaded, before, after, _ in new_ranks(2, synced, kind, fp8, layout, str(tmp_path / "served"), True):
         assert loaded == []
         assert before
         assert after == []
@@ -104,13 +92,8 @@ def test_every_byte_of_a_share_is_that_of_training(some_ranks, tmp_path, kind, f
 
 def refused(folder: str) -> list[str]:
     """Return what is said to other models, to another layout, and where a generation runs; the model stays as it is."""
-    from tests.integrations import vllm_loader
-
     vllm_loader.prepare()
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    from ds_fp8.config.errors import UserError
-    from ds_fp8.export import export_engine
-    from ds_fp8.integrations.vllm import sync_weights, transfer_config
 
     engine = engine_of("qwen3", {})
     export_engine(engine, f"{folder}/fp8")
@@ -143,8 +126,8 @@ def refused(folder: str) -> list[str]:
     return said
 
 
-def test_what_does_not_fit_is_refused_before_the_first_tensor(rank, tmp_path):
-    said = rank(refused, str(tmp_path))
+def test_what_does_not_fit_is_refused_before_the_first_tensor(new_ranks, tmp_path):
+    said = new_ranks(1, refused, str(tmp_path))[0]
     expected = [
         "training sends model.layers.2.",
         "the server's model has model.layers.1.",
@@ -161,13 +144,8 @@ def test_what_does_not_fit_is_refused_before_the_first_tensor(rank, tmp_path):
 
 def spread_experts(folder: str) -> str:
     """Return what is said to a server whose ranks hold other experts each."""
-    from tests.integrations import vllm_loader
-
     vllm_loader.prepare()
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    from ds_fp8.config.errors import UserError
-    from ds_fp8.export import export_engine
-    from ds_fp8.integrations.vllm import sync_weights, transfer_config
 
     engine = engine_of("qwen3_moe", {}, head_dim=128)
     export_engine(engine, folder)
@@ -180,18 +158,14 @@ def spread_experts(folder: str) -> str:
     return "accepted"
 
 
-def test_expert_parallelism_is_refused(some_ranks, tmp_path):
-    for said in some_ranks(2, spread_experts, str(tmp_path / "served")):
+def test_expert_parallelism_is_refused(new_ranks, tmp_path):
+    for said in new_ranks(2, spread_experts, str(tmp_path / "served")):
         assert "expert parallelism" in said
         assert "--enable-expert-parallel" in said
 
 
 def cast_again() -> dict[str, str]:
     """Return what is said to FP32 scales by every kernel of vLLM for blocks on Hopper that casts weights again."""
-    from types import SimpleNamespace
-
-    from tests.integrations import vllm_loader
-
     vllm_loader.prepare()
     from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer
     from vllm.utils import deep_gemm as settings
@@ -216,8 +190,8 @@ def cast_again() -> dict[str, str]:
     return said
 
 
-def test_all_kernels_that_leave_weights_to_deepgemm_are_refused(rank):
-    deep, flash, cutlass = rank(cast_again).values()
+def test_all_kernels_that_leave_weights_to_deepgemm_are_refused(new_ranks):
+    deep, flash, cutlass = new_ranks(1, cast_again)[0].values()
     assert "VLLM_USE_DEEP_GEMM_E8M0=0" in deep
     assert flash == deep
     assert cutlass == "accepted"
@@ -225,17 +199,9 @@ def test_all_kernels_that_leave_weights_to_deepgemm_are_refused(rank):
 
 def rolled_out(kind: str, fp8: dict, folder: str) -> list[str]:
     """Return the tensors that differ from training's in a vLLM with the arguments that TRL's is started with."""
-    from types import SimpleNamespace
-
-    from tests.integrations import vllm_loader
-
     vllm_loader.prepare()
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     from trl.generation.vllm_generation import VLLMGeneration
-
-    from ds_fp8.config.fp8 import parse_fp8
-    from ds_fp8.export.engines import served_plan, served_tensors
-    from ds_fp8.integrations import trl
 
     engine = engine_of(kind, fp8)
     torch.manual_seed(0)
@@ -263,6 +229,6 @@ def rolled_out(kind: str, fp8: dict, folder: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "fp8"), [("qwen3", {}), ("llama", FP32), ("qwen2", {"preset": "rowwise"}), ("qwen3", {"preset": "mxfp8"})]
 )
-def test_trl_brings_every_byte_to_the_vllm_that_it_starts(rank, tmp_path, kind, fp8):
+def test_trl_brings_every_byte_to_the_vllm_that_it_starts(new_ranks, tmp_path, kind, fp8):
     pytest.importorskip("trl")
-    assert rank(rolled_out, kind, fp8, str(tmp_path / "stored")) == []
+    assert new_ranks(1, rolled_out, kind, fp8, str(tmp_path / "stored")) == [[]]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ds_fp8.config.errors import UserError
+from ds_fp8.export import export_engine
+from ds_fp8.export.engines import served_plan, served_tensors
+from ds_fp8.integrations import vllm
+from tests.integrations import vllm_loader
 from tests.integrations.vllm_models import engine_of, step, unequal
-from tests.ranks import RankPools
 
 pytest.importorskip("vllm")
-
-
-@pytest.fixture
-def rank():
-    """Run a function in a process of its own: what vLLM and torch are told there stays there."""
-    pools = RankPools()
-    yield lambda function, *args: pools(1, function, *args)[0]
-    pools.close()
 
 
 def tried_again(kind: str, folder: str, broken: str, tied: bool) -> tuple[str, int, list[str], list[str], bool]:
@@ -28,14 +25,8 @@ def tried_again(kind: str, folder: str, broken: str, tied: bool) -> tuple[str, i
         What was said, the number of tensors with old numbers after it, those with neither old nor new ones, those that
         are not training's after the second sync, and whether all stayed where they were in memory.
     """
-    from tests.integrations import vllm_loader
-
     vllm_loader.prepare()
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    from ds_fp8.config.errors import UserError
-    from ds_fp8.export import export_engine
-    from ds_fp8.export.engines import served_plan, served_tensors
-    from ds_fp8.integrations import vllm
 
     engine = engine_of(kind, {}, tie_word_embeddings=tied)
     export_engine(engine, folder)
@@ -106,8 +97,8 @@ def tried_again(kind: str, folder: str, broken: str, tied: bool) -> tuple[str, i
         ("qwen2", True, "start", "division by zero"),
     ],
 )
-def test_a_second_sync_brings_every_byte_after_one_that_failed(rank, tmp_path, kind, tied, broken, words):
-    said, old, neither, after, same_memory = rank(tried_again, kind, str(tmp_path / "served"), broken, tied)
+def test_a_second_sync_brings_every_byte_after_one_that_failed(new_ranks, tmp_path, kind, tied, broken, words):
+    said, old, neither, after, same_memory = new_ranks(1, tried_again, kind, str(tmp_path / "served"), broken, tied)[0]
     assert words in said
     assert "call sync_weights again before it generates" in said
     assert old or broken == "trainer killed"
@@ -118,15 +109,9 @@ def test_a_second_sync_brings_every_byte_after_one_that_failed(rank, tmp_path, k
 
 def elsewhere(folder: str) -> list[str]:
     """Return what is said to a trainer on other GPUs, and by a server with pipeline parallelism; nothing was begun."""
-    from types import SimpleNamespace
-
-    from tests.integrations import vllm_loader
-
     vllm_loader.prepare()
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    from ds_fp8.config.errors import UserError
-    from ds_fp8.export import export_engine
-    from ds_fp8.integrations import vllm, vllm_transfer
+    from ds_fp8.integrations import vllm_transfer
 
     engine = engine_of("qwen3", {})
     export_engine(engine, folder)
@@ -150,8 +135,8 @@ def elsewhere(folder: str) -> list[str]:
     return said
 
 
-def test_other_gpus_and_pipelines_are_refused_before_the_first_tensor(rank, tmp_path):
-    gpus, stages = rank(elsewhere, str(tmp_path / "served"))
+def test_other_gpus_and_pipelines_are_refused_before_the_first_tensor(new_ranks, tmp_path):
+    gpus, stages = new_ranks(1, elsewhere, str(tmp_path / "served"))[0]
     assert "lie on the GPUs GPU-2, a worker of the server on GPU-1" in gpus
     assert "--pipeline-parallel-size" in stages
     assert "sync_weights again" not in gpus + stages
@@ -159,10 +144,6 @@ def test_other_gpus_and_pipelines_are_refused_before_the_first_tensor(rank, tmp_
 
 def told_by_workers() -> list[str]:
     """Return what two workers of a server with tensor parallelism raise, where the first, none or both have failed."""
-    from types import SimpleNamespace
-
-    from tests.integrations import vllm_loader
-
     vllm_loader.prepare()
     import vllm.distributed as workers
 
@@ -180,7 +161,5 @@ def told_by_workers() -> list[str]:
     return raised
 
 
-def test_of_several_workers_the_last_alone_raises():
-    pools = RankPools()
-    assert pools(2, told_by_workers) == [["", "", ""], ["first", "", "first"]]
-    pools.close()
+def test_of_several_workers_the_last_alone_raises(new_ranks):
+    assert new_ranks(2, told_by_workers) == [["", "", ""], ["first", "", "first"]]

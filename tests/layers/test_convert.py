@@ -53,7 +53,7 @@ ALL = {f"layers.{layer}.{name}" for layer in range(2) for name in ("q_proj", "si
         (["*_proj"], {"layers.0.q_proj", "layers.1.q_proj"}),
         (["layers.[0]*"], {"layers.0.side", "layers.0.q_proj"}),
         (["sid", "head", "layer"], set()),
-        (["side", "lm_head"], {"layers.0.side", "layers.1.side", "lm_head"}),
+        (["side", "lm_head", "lm_haed"], {"layers.0.side", "layers.1.side", "lm_head"}),
     ],
 )
 def test_skip_names_whole_names_parts_and_globs(skip, left):
@@ -61,6 +61,7 @@ def test_skip_names_whole_names_parts_and_globs(skip, left):
     result = converted(model, skip)
     assert set(result.left) == left
     assert set(result.converted) == ALL - left
+    assert result.unmatched == [pattern for pattern in skip if pattern in ("sid", "head", "layer", "lm_haed")]
     assert {name for name, module in model.named_modules() if isinstance(module, FP8Linear)} == ALL - left
     for name, reason in result.left.items():
         assert any(f'"{pattern}"' in reason and matches(name, pattern) for pattern in skip)
@@ -116,12 +117,6 @@ def test_converting_again_replaces_the_recipe():
     assert result.recipe.input.granularity == "tensor"
 
 
-def test_all_linears_of_a_model_share_one_monitor():
-    model = Small()
-    monitor = converted(model).recipe.monitor
-    assert all(module.recipe.monitor is monitor for module in model.modules() if isinstance(module, FP8Linear))
-
-
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen2", True), ("llama", False)])
 def test_a_hugging_face_model(architecture, tied, tmp_path):
     model, ids = causal_lm(architecture, tie_word_embeddings=tied), tokens()
@@ -149,15 +144,10 @@ def test_a_hugging_face_model(architecture, tied, tmp_path):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
-def test_a_skip_pattern_that_names_nothing_is_reported():
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    config = parse_fp8({"fp8": {"linear": {"skip": ["0", "lm_haed"]}}})
-    assert convert(model, config).unmatched == ["lm_haed"]
-
-
-@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("architecture", "how"),
+    [("llama", "pickle"), ("llama", "deepcopy"), ("llama", "torch.save"), ("gemma", "pickle"), ("gpt_neox", "deepcopy")],
+)
 def test_a_converted_model_can_be_copied(architecture, how):
     """Whole layers fused, only MLPs, and none."""
     model = causal_lm(architecture)

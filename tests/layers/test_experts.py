@@ -318,11 +318,6 @@ def test_overrides_choose_the_format():
     assert str(recipes["gate_up_proj"].weight) == "e4m3 128x128 pow2"
 
 
-def test_a_pattern_that_means_nothing_is_an_error():
-    with pytest.raises(UserError, match="matches no linear layer"):
-        convert(mixture("qwen3_moe"), config(linear={"overrides": {"*.experts.up": "bf16"}}))
-
-
 def test_gathers_in_bf16_leave_the_experts_alone():
     conversion = convert(model := mixture("qwen3_moe"), config(param_gather={"format": "bf16"}))
     assert set(conversion.experts.left.values()) == {'fp8.param_gather.format is "bf16"'}

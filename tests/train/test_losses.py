@@ -90,38 +90,34 @@ def test_rows_that_ranks_share_are_evaluated_by_one(tiny, write, ranks, tmp_path
     assert alone == shared == of_two
 
 
-@pytest.mark.parametrize("along", [False, True])
+def losses_of(folder):
+    """(step, loss) of the training and of the evaluations of a run."""
+    records = read_metrics(folder / "metrics.jsonl")
+    return [(r["step"], r[key]) for key in ("loss", "validation_loss") for r in records if key in r]
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tmp_path, cache_home, case, along):
+def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tmp_path, cache_home, case):
+    """Where BF16's loss is taken along the run, too, which changes no step of it."""
     options = CASES[case]
     tiny["zero_optimization"] |= options.get("zero", {})
     tiny["fp8"] |= options.get("fp8", {})
-    tiny["train"] |= {"run_dir": str(tmp_path / "run"), "steps": 6, "eval_every": 3, "eval_bf16": along}
     if "attention" in options:
         tiny["model"]["attn_implementation"] = options["attention"]
-    file = write(tiny)
-    found = ranks(2, trained_and_loaded, file, str(cache_home))[0]
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["final_loss_bf16"] == pytest.approx(found, abs=2e-6)  # summed in another order
-    assert abs(result["final_loss"] - found) > 1e-5  # a tiny model: casts change little
-    assert result["fp8"]["moved_to_bf16"] == []
-    steps = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if BF16_LOSS in r]
-    assert steps == ([3, 6] if along else [6])
-
-
-@pytest.mark.parametrize("case", ["blocks", "weights that stay gathered", "outlier channels"])
-def test_evaluation_in_bf16_changes_no_step(tiny, write, ranks, tmp_path, cache_home, case):
-    tiny["zero_optimization"] |= CASES[case].get("zero", {})
-    tiny["fp8"] |= CASES[case].get("fp8", {})
-    seen = []
-    for along in (False, True):
+    ways = (True, False) if case in ("blocks", "weights that stay gathered", "outlier channels") else (True,)
+    for along in ways:
         folder = tmp_path / str(along)
         tiny["train"] |= {"run_dir": str(folder), "steps": 6, "eval_every": 2, "eval_bf16": along}
-        ranks(2, trained, write(tiny), str(cache_home))
-        records = read_metrics(folder / "metrics.jsonl")
-        seen.append([(r["step"], r[key]) for key in ("loss", "validation_loss") for r in records if key in r])
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 6 + 4
+        found = ranks(2, trained_and_loaded, write(tiny), str(cache_home))[0]
+        result = json.loads((folder / "result.json").read_text())
+        assert result["final_loss_bf16"] == pytest.approx(found, abs=2e-6)  # summed in another order
+        assert abs(result["final_loss"] - found) > 1e-5  # a tiny model: casts change little
+        assert result["fp8"]["moved_to_bf16"] == []
+        steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl") if BF16_LOSS in r]
+        assert steps == ([2, 4, 6] if along else [6])
+    assert len(losses_of(tmp_path / "True")) == 6 + 4
+    if len(ways) == 2:
+        assert losses_of(tmp_path / "True") == losses_of(tmp_path / "False")
 
 
 def test_without_casts_there_is_one_loss(tiny, write, ranks, tmp_path, cache_home):

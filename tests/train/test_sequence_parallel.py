@@ -1,6 +1,7 @@
 """A stage whose ranks share sequences ("sequence_parallel_size") beside the same stage on one rank."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -17,7 +18,6 @@ from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS
-from tests.ranks import RankPool
 
 STEPS = 4
 ROUNDING = 2e-3
@@ -53,18 +53,14 @@ def losses(folder):
 
 
 @pytest.fixture
-def own_ranks(monkeypatch):
+def own_ranks(new_ranks, monkeypatch):
     """Ranks of the test's own: DeepSpeed's groups of sequence parallelism stay with a process."""
-    pools = []
 
     def start(world):
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        pools.append(RankPool(world))
-        return pools[-1].run
+        return functools.partial(new_ranks, world)
 
-    yield start
-    for pool in pools:
-        pool.close()
+    return start
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What is attached to the submodules of a fused layer runs, whenever it came."""
 
-import functools
 import warnings
 
 import pytest
@@ -177,16 +176,15 @@ def test_a_forward_of_liger_on_the_instance_is_not_reported_as_fused():
     assert len(fusion.left) == 4
 
 
-def trained_adapters(section, converted_before=False, **options):
-    """(losses of three steps, for every step the whole gradients by name, the report); section: None for BF16."""
+def trained_adapters(section, converted_before=False):
+    """(losses of two steps, for every step the whole gradients by name, the report); section: None for BF16."""
     model = causal_lm("llama")
     if section is not None:
         section = {"linear": {"backend": "reference"}, "monitor": {"every": 0}, **section}
     if converted_before:
         ds_fp8.convert(model, parse_fp8({"fp8": section}))
     torch.manual_seed(1)
-    options = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
-    model = get_peft_model(model, LoraConfig(**options))
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -195,7 +193,7 @@ def trained_adapters(section, converted_before=False, **options):
     engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
     assert not any("base_layer" in n and p.requires_grad for n, p in engine.module.named_parameters())
     losses, gradients = [], []
-    for step in range(3):
+    for step in range(2):
         ids = torch.roll(tokens(), step) + torch.distributed.get_rank()
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
@@ -208,27 +206,23 @@ def trained_adapters(section, converted_before=False, **options):
     return losses, gradients, report
 
 
-WITH = {
-    "all linears": ({}, {}),
-    "with outlier channels": ({}, {"preset": "precise", "monitor": {"every": 1}}),
-}
+@pytest.fixture(scope="module")
+def in_bf16(ranks):
+    return ranks(2, trained_adapters, None)
 
 
-@pytest.mark.parametrize(("options", "section"), WITH.values(), ids=WITH)
-def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks, options, section):
-    def train(*args, **more):
-        return ranks(2, functools.partial(trained_adapters, *args, **options, **more))
-
-    bf16, unfused, fused = train(None), train({"fuse": "off", **section}), train(section)
-    before = train(section, converted_before=True) if options == section == {} else fused
+@pytest.mark.parametrize("section", [{}, {"preset": "precise", "monitor": {"every": 1}}], ids=str)
+def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks, in_bf16, section):
+    unfused, fused = (ranks(2, trained_adapters, {**fuse, **section}) for fuse in ({"fuse": "off"}, {}))
+    before = fused if section else ranks(2, trained_adapters, section, True)
     for rank in range(2):
         losses, gradients, report = fused[rank]
         assert (losses, report["not_fused"]) == (before[rank][0], {})
         assert report["fused_layers"] == 2
         assert report["frozen_weights_with_bf16"] == (0, report["fp8_gathered_parameters"])
         assert report["fp8_gathered_parameters"] == 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 384)
-        assert losses == pytest.approx(bf16[rank][0], rel=0.02)
-        for found, plain, exact in zip(gradients, unfused[rank][1], bf16[rank][1], strict=True):
+        assert losses == pytest.approx(in_bf16[rank][0], rel=0.02)
+        for found, plain, exact in zip(gradients, unfused[rank][1], in_bf16[rank][1], strict=True):
             assert found.keys() == exact.keys()
             for name in exact:
                 assert exact[name].any()

@@ -146,7 +146,13 @@ def test_a_hugging_face_model(architecture, tied, tmp_path):
 
 @pytest.mark.parametrize(
     ("architecture", "how"),
-    [("llama", "pickle"), ("llama", "deepcopy"), ("llama", "torch.save"), ("gemma", "pickle"), ("gpt_neox", "deepcopy")],
+    [
+        ("llama", "pickle"),
+        ("llama", "deepcopy"),
+        ("llama", "torch.save"),
+        ("gemma", "pickle"),
+        ("gpt_neox", "deepcopy"),
+    ],
 )
 def test_a_converted_model_can_be_copied(architecture, how):
     """Whole layers fused, only MLPs, and none."""

@@ -11,7 +11,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp8.casts import quantize
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.convert import convert, layer_of, restore

@@ -216,7 +216,6 @@ def training(codes, kind, fuse, recompute):
         ("whole rows", "off", "non-reentrant"),
         ("whole rows", "auto", "reentrant"),
         ("documents", "auto", "non-reentrant"),
-        ("documents", "off", None),
         ("one whole row", "off", None),
         ("short documents on one rank", "off", None),
     ],

@@ -40,6 +40,8 @@ FP32_ERROR = 1e-5
 BF16_ERROR = 3e-3 if ON_GPU else 6e-3
 FP8_ERROR = 1e-2 if ON_GPU else 0.12
 """Relative errors: of FP32 sums, of one rounding to BF16, and of casts of nearly equal numbers."""
+GATED = [(1, 128, "silu"), (130, 256, "gelu"), (7, 100, "gelu_tanh"), *((128, 128, each) for each in ACTIVATIONS)]
+"""Tokens, features and activation."""
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -80,8 +82,7 @@ def test_rms_norm(tokens, hidden, residual):
         assert error(result[1], w.grad) < BF16_ERROR
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("tokens", "features"), [(1, 128), (130, 256), (7, 100), (128, 128)])
+@pytest.mark.parametrize(("tokens", "features", "activation"), GATED)
 def test_gated_activation_forward(tokens, features, activation):
     torch.manual_seed(0)
     gate_up = random(tokens, 2 * features)
@@ -137,10 +138,7 @@ def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input
 
 
 @pytest.mark.parametrize("saved_as", ["fp8", "bf16"])
-@pytest.mark.parametrize(
-    ("tokens", "features", "activation"),
-    [(1, 128, "silu"), (130, 256, "gelu"), (7, 100, "gelu_tanh"), *((128, 128, each) for each in ACTIVATIONS)],
-)
+@pytest.mark.parametrize(("tokens", "features", "activation"), GATED)
 def test_gated_activation_backward(tokens, features, activation, saved_as):
     torch.manual_seed(0)
     gate_up, dproduct = random(tokens, 2 * features), random(tokens, features)
@@ -204,9 +202,10 @@ def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
         assert result is None or error(result, expected) < BF16_ERROR
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
-    ("tokens", "features", "count"), [(1, 128, 64), (130, 576, 64), (257, 200, 17), (512, 1536, 128)]
+    ("tokens", "features", "count", "activation"),
+    [(1, 128, 64, "gelu"), (257, 200, 17, "silu"), (200, 640, 128, "silu")]
+    + [(130, 576, 64, each) for each in ACTIVATIONS],
 )
 def test_outlier_blocks_of_gated_products(tokens, features, count, activation):
     torch.manual_seed(0)

@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     shutil.copytree(EXAMPLES, tmp_path, dirs_exist_ok=True)
     small_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tiny")
     small_tokenizer().save_pretrained(tmp_path / "tiny")
-    for name, times in (("text.txt", 400), ("short.txt", 200)):
+    for name, times in (("text.txt", 400), ("short.txt", 100)):
         (tmp_path / name).write_text("one two three four five six 0123456789 " * times)
     turns = [{"role": "user", "content": "after one"}, {"role": "assistant", "content": "two"}]
     rows = {

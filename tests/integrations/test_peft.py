@@ -119,8 +119,8 @@ CASES = {
     },
 }
 QUICK = {
-    # Fused adapters; tuners that read weights, train norms and prompts, share numbers between layers.
-    *("patterns", "q and v", "biases trained", "DoRA", "OFT", "LNTuning", "PromptTuning", "VBLoRA"),
+    # Fused adapters; tuners that read weights, train prompts, share numbers between layers.
+    *("patterns", "biases trained", "DoRA", "OFT", "PromptTuning", "VBLoRA"),
     *("saved head and embeddings, tied", "resized and saved, untied", "resized, tied", "tokens, tied"),
     *("tokens of both, untied", "both as targets, tied", "saved embeddings, kept tied, tied"),
     *("plain, reentrant", "saved MLP, not reentrant", "saved head and embeddings, not reentrant", "DoRA, reentrant"),

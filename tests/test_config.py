@@ -202,12 +202,18 @@ def test_an_unknown_key_names_the_nearest(section, key, meant):
         ({"optimizer": {"exp_avg": "int5"}}, "fp8.optimizer.exp_avg"),
         ({"monitor": {"every": -1}}, "fp8.monitor.every"),
         ({"monitor": {"every": "often"}}, "fp8.monitor.every"),
+        ({"monitor": {"min_snr_db": float("nan")}}, "fp8.monitor.min_snr_db"),
     ],
 )
 def test_a_wrong_value_names_its_key(section, key):
     error = mistake(section)
     assert error.key == key
     assert error.remedy
+
+
+def test_a_section_is_immutable():
+    with pytest.raises(ValueError, match="frozen"):
+        FP8Config().linear.backend = "cublas"
 
 
 @pytest.mark.parametrize(("word", "section"), [("coat", {"preset": "coat"}), (True, {})])
@@ -364,18 +370,3 @@ def test_one_fp8_wire_is_enough_to_need_stage_3(left):
     with pytest.raises(UserError) as error:
         check(Configuration({**GOOD, "zero_optimization": {"stage": 2}, "fp8": section}))
     assert left in error.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("base", "over", "merged"),
-    [
-        ({}, {}, {}),
-        ({"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1, "b": 3, "c": 4}),
-        ({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}}, {"a": {"x": 1, "y": 3}}),
-        ({"a": {"x": 1}}, {"a": 5}, {"a": 5}),
-        ({"a": 5}, {"a": {"x": 1}}, {"a": {"x": 1}}),
-        ({"a": [1, 2]}, {"a": []}, {"a": []}),
-    ],
-)
-def test_merge(base, over, merged):
-    assert merge(base, over) == merged

@@ -127,18 +127,6 @@ def test_errors_that_name_no_file_are_not(error):
     assert as_user_error(error) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "lines"),
-    [
-        ({}, ["error: bad"]),
-        ({"key": "a.b"}, ["error: bad", "  key:    a.b"]),
-        ({"file": "f.json", "remedy": "mend"}, ["error: bad", "  file:   f.json", "  remedy: mend"]),
-    ],
-)
-def test_only_what_is_known_is_shown(words, lines):
-    assert str(UserError("bad", **words)).splitlines() == lines
-
-
 def test_the_innermost_file_wins():
     assert UserError("bad").located("outer.json").file == "outer.json"
     assert UserError("bad", file="inner.json").located("outer.json").file == "inner.json"

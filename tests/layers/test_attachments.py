@@ -206,15 +206,10 @@ def trained_adapters(section, converted_before=False):
     return losses, gradients, report
 
 
-@pytest.fixture(scope="module")
-def in_bf16(ranks):
-    return ranks(2, trained_adapters, None)
-
-
-@pytest.mark.parametrize("section", [{}, {"preset": "precise", "monitor": {"every": 1}}], ids=str)
-def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks, in_bf16, section):
-    unfused, fused = (ranks(2, trained_adapters, {**fuse, **section}) for fuse in ({"fuse": "off"}, {}))
-    before = fused if section else ranks(2, trained_adapters, section, True)
+def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks):
+    section = {"preset": "precise", "monitor": {"every": 1}}
+    in_bf16, unfused = (ranks(2, trained_adapters, each) for each in (None, {"fuse": "off", **section}))
+    fused, before = (ranks(2, trained_adapters, section, converted_before) for converted_before in (False, True))
     for rank in range(2):
         losses, gradients, report = fused[rank]
         assert (losses, report["not_fused"]) == (before[rank][0], {})

@@ -10,10 +10,8 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.experts.layout import (
     ExpertLayout,
     expert_layout,
-    pair_values,
     permute,
     permute_cast,
-    row_factors,
     unpermute,
     worst_case_rows,
 )
@@ -109,36 +107,6 @@ def routing(tokens, choices, others=False):
     torch.manual_seed(0)
     index = torch.rand(tokens, EXPERTS).topk(choices).indices
     return torch.where(torch.rand(tokens, choices) < 0.2, EXPERTS, index) if others else index
-
-
-@pytest.mark.parametrize("others", [False, True])
-@pytest.mark.parametrize(("tokens", "choices"), ROUTINGS)
-def test_rows_are_those_of_the_tokens(tokens, choices, others):
-    index = routing(tokens, choices, others)
-    layout, x = expert_layout(index, EXPERTS), torch.randn(tokens, 128)
-    rows = permute(x, layout)
-    for row, pair in enumerate(layout.source.tolist()):
-        assert torch.equal(rows[row], x[pair // choices] if pair >= 0 else torch.zeros(128))
-    expected = torch.stack([x[token] * sum(expert < EXPERTS for expert in row) for token, row in enumerate(index)])
-    torch.testing.assert_close(unpermute(rows, layout), expected)
-
-
-@pytest.mark.parametrize(("tokens", "choices"), ROUTINGS)
-def test_each_is_the_others_gradient(tokens, choices):
-    layout = expert_layout(routing(tokens, choices, True), EXPERTS)
-    x, rows = torch.randn(tokens, 128).double(), torch.randn(len(layout.source), 128).double()
-    inner = (permute(x, layout) * rows).sum()
-    torch.testing.assert_close(inner.float(), (x * unpermute(rows, layout)).sum().float())
-
-
-@pytest.mark.parametrize(("tokens", "choices"), ROUTINGS)
-def test_values_of_pairs_and_rows(tokens, choices):
-    layout = expert_layout(routing(tokens, choices, True), EXPERTS)
-    weights = torch.rand(tokens, choices).bfloat16()
-    factors = row_factors(weights, layout)
-    assert factors.dtype is torch.float32
-    assert not factors[layout.source < 0].any()
-    assert torch.equal(pair_values(factors, layout), weights.float().masked_fill(layout.place < 0, 0))
 
 
 @pytest.mark.parametrize(

@@ -255,15 +255,6 @@ def test_a_browser_shows_the_page_of_a_grid(tmp_path, losses):
     look(page, tmp_path)
 
 
-def test_a_run_in_bf16_that_points_share_is_one(tmp_path):
-    twins = twins_of({"a": ['fp8.preset="infir2"'], "b": ['fp8.preset="coat"'], "as it is": ()}, [5])
-    assert twins[0][1] == twins[1][1] == twins[2][1]
-    for loss, cell in zip((0.51, 0.6, 0.5), (twins[0][0], twins[1][0], twins[0][1]), strict=True):
-        finished_run(cell.folder(tmp_path), loss, 10, 0.5, cell.kind == "fp8", measured=False)
-    figures = compare(comparisons_in(tmp_path, twins[:2]))
-    assert [figures["points"][point]["gap"] for point in "ab"] == [pytest.approx(0.02), pytest.approx(0.2)]
-
-
 @pytest.mark.parametrize("name", ["cpt", "cpt_decay", "sft_stage1"])
 def test_a_shorter_run_keeps_the_shape_of_the_schedule(name, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")

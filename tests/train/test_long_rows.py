@@ -17,9 +17,7 @@ LENGTH = 512
 
 def long_rows(tiny, folder, **changes):
     tiny["model"]["config"] |= {"max_position_embeddings": LENGTH}
-    raw = stage_of(
-        tiny, folder, 2, data__sequence_length=LENGTH, train__steps=2, train__save_every=2, train__eval_batches=1
-    )
+    raw = stage_of(tiny, folder, 2, data__sequence_length=LENGTH, train__steps=2, train__eval_batches=1)
     raw["model"]["config"] |= FUSED
     raw["model"] |= {"activation_checkpointing": changes.get("recomputed", True)}
     raw["fp8"]["activations"] = {"mlp_tile_tokens": changes.get("tile")}

@@ -56,10 +56,9 @@ def test_a_section_of_deepspeed_that_asks_for_nothing_is_no_mistake(tiny, write)
 # (override, key the error must name, words the screen must show)
 WRONG = [
     ("trian.steps=5", "trian", 'Did you mean "train"?'),
-    ("train.step=5", "train.step", 'Did you mean "steps"?'),
+    ('train.lora={"target": "x"}', "train.lora.target", 'Did you mean "targets"?'),
     ("train.schedule.warm_up=5", "train.schedule.warm_up", 'Did you mean "warmup"?'),
-    ("model.confg={}", "model.confg", 'Did you mean "config"?'),
-    ("data.sequence_lenght=32", "data.sequence_lenght", 'Did you mean "sequence_length"?'),
+    ('data.sources=[{"path": "x", "weigth": 1}]', "data.sources.0.weigth", 'Did you mean "weight"?'),
     ("fp8.monitr.every=3", "fp8.monitr", 'Did you mean "monitor"?'),
     ("zero_optimization.stge=3", "zero_optimization.stge", 'Did you mean "stage"?'),
     ("train.steps=0", "train.steps", "greater than 0"),

@@ -119,11 +119,9 @@ def test_a_file_of_ones_own_comes_before_a_shipped_one(tmp_path, monkeypatch):
     assert config_file("quickstart/cpt.json").read_text() == "{}"
 
 
-# The small models' estimates are compared with a table (test_configs_load.py).
-@pytest.mark.parametrize("family", ["infir2_1.5b", "infir2_7b", "llama3.1_8b", "qwen3_8b"])
-def test_every_family_is_estimated_offline(family, tmp_path, monkeypatch, capsys):
+def test_a_shipped_stage_is_estimated_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["estimate", f"{family}/cpt", "--gpus", "8", "--json"]) == 0
+    assert main(["estimate", "qwen3_8b/cpt", "--gpus", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
 
 

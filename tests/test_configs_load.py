@@ -62,6 +62,7 @@ def test_a_stage_loads_here_and_in_stock_deepspeed(file):
     assert stock.gradient_accumulation_steps == stage.accumulation
     assert stock.gradient_clipping == 1.0
     assert stage.fp8.enabled
+    assert "hidden_size" in with_known_model(raw, file)["model"]["config"]  # without a network
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

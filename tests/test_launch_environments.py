@@ -88,7 +88,6 @@ LAUNCHES = {
     "python": Launch(python, ranks=1, transport=SEVERAL_HOSTS),
     "two hosts by torchrun": two_hosts(torchrun),
     "two hosts, one GPU a rank": two_hosts(one_gpu),
-    "two hosts by mpirun": two_hosts(mpirun),
 }
 
 

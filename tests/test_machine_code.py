@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 ROOT = Path(__file__).parent.parent
 TESTS = [
     *("casts/test_kernels.py", "casts/test_outliers.py", "gemm/test_grouped.py", "monitor/test_statistics.py"),
-    *("layers/test_cross_entropy.py", "layers/test_expert_layout.py", "layers/test_expert_products.py"),
-    *("layers/test_fused_parts.py", "optim/test_kernels.py", "research/test_codecs.py", "research/test_hadamard.py"),
+    *("layers/test_cross_entropy.py", "layers/test_expert_layout.py", "layers/test_fused_parts.py"),
+    *("layers/test_expert_products.py::test_the_kernels_fit_together", "optim/test_kernels.py"),
+    *("research/test_codecs.py", "research/test_hadamard.py"),
     *("zero/test_gradient_sum.py", "zero/test_gradient_wire.py", "zero/test_master_step.py"),
     *("zero/test_outlier_residuals.py", "zero/test_shard_cast.py"),
 ]
@@ -72,7 +73,9 @@ def test_no_pair_of_codes_takes_in_the_stack_pointer(compiled):
     if not disassembler.exists():
         pytest.skip("this Triton has no disassembler")
     for kernel in (file.with_suffix(".cubin") for file in compiled.glob("*.ptx") if "satfinite.e" in file.read_text()):
-        code = subprocess.run([disassembler, kernel], capture_output=True, text=True, check=True).stdout
+        # Code alone, without an analysis of where branches lead: both take time.
+        command = [disassembler, "-c", "-ndf", kernel]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         lines = re.findall(r"\*/ +(.*\bR1\b.*;)", code)
         # It is set, moved, an address, or the operand of which a permutation takes no byte.
         odd = [one for one in lines if not re.search(STACK_POINTER, one)]

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ds_fp8.data import IGNORED, PackedDataset
 from ds_fp8.data.rows import BLOCK, budgeted_micro_batches, local_micro_batches, measured_rows, plan_rows, rows_of_step
 from ds_fp8.data.token_store import pack_batch
 from ds_fp8.train import packed_attention
+from tests.layers.hugging_face import causal_lm
 
 PAD = 0
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
@@ -137,17 +137,8 @@ def test_many_examples_are_packed_window_by_window(monkeypatch):
 @pytest.mark.parametrize("lengths", [(7, 5, 9), (2, 2, 2, 17), (24,), (11, 12)])
 def test_packed_logits_equal_those_of_the_example_alone(lengths, implementation):
     packed_attention.register()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=40,
-        num_hidden_layers=2,
-        intermediate_size=72,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=implementation,
-    )
-    model = Qwen2ForCausalLM(config).eval()
+    sizes = {"vocab_size": 64, "hidden_size": 40, "intermediate_size": 72, "head_dim": 10}
+    model = causal_lm("qwen2", torch.float32, **sizes, attn_implementation=implementation).eval()
     examples = _examples(lengths)
     (row,) = pack(examples, 24, PAD)
     with torch.no_grad():

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_fp8.casts import QuantizedTensor
@@ -13,6 +12,7 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint, export_engine, served_weights
 from ds_fp8.export.plan import make_plan, quantization_config
 from ds_fp8.layers.experts.selection import names_of_experts
+from tests.export.trained import tensors
 from tests.layers.moe import EXPERTS, mixture
 from tests.zero import models
 from tests.zero.test_experts import engine_of, train
@@ -35,10 +35,6 @@ def trained_and_exported(folder, architecture, section):
     weights = dict(engine.module.named_parameters())
     masters = {name: models.full_master(weights[name]) for name in weights if ".experts." in name}
     return {name: (codes.view(torch.uint8), scales) for name, (codes, scales) in served.items()}, masters
-
-
-def tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(params=NAMES, scope="module")

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed import comm as dist
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_fp8
@@ -25,12 +24,11 @@ from ds_fp8.export import export_checkpoint, export_engine
 from ds_fp8.export.plan import make_plan, plan_to_serve
 from ds_fp8.layers.selection import unconverted
 from tests.export.servers import assert_served
-from tests.export.trained import gather_failing, shape, train_and_export
-from tests.integrations.programs import counting, small_model
+from tests.export.trained import gather_failing, logits, shape, tensors, train_and_export
+from tests.integrations.programs import small_model
 from tests.numerics import error
 from tests.zero.models import config
 
-ROWS = torch.stack([row["input_ids"] for row in counting(2)])
 LAYOUTS = ["fp8", "compressed-tensors", "bf16"]
 
 
@@ -45,15 +43,6 @@ def trained(ranks, tmp_path_factory):
 
 def loaded(folder) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ROWS).logits.float()
-
-
-def tensors(folder) -> dict[str, torch.Tensor]:
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def test_transformers_computes_with_the_dequantised_codes(trained):
@@ -118,17 +107,8 @@ def test_codes_are_those_of_training_and_served_alike(trained):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_gives_the_same_bytes_without_ranks(trained, tmp_path, layout):
-    folder = trained[0]
-    out = tmp_path / "out"
-    plan = export_checkpoint(
-        folder / "checkpoints/step_3",
-        out,
-        AutoConfig.from_pretrained(folder / "bf16"),
-        parse_fp8({"fp8": {}}),
-        layout=layout,
-        deepspeed_config=config({}),
-        shard_bytes=300_000,
-    )
+    folder, out = trained[0], tmp_path / "out"
+    plan = export_again(trained, out, layout=layout, deepspeed_config=config({}), shard_bytes=300_000)
     assert_served(out)
     names = {path.name for path in out.iterdir()}
     assert names == {path.name for path in (folder / layout).iterdir()}

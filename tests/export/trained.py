@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest import mock
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from safetensors.torch import load_file
 
 import ds_fp8
 from ds_fp8.export import export_engine, served_weights
 from tests.integrations.programs import counting, small_model
 from tests.zero.models import config
+
+ROWS = torch.stack([row["input_ids"] for row in counting(2)])
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all that a folder's files hold."""
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ROWS).logits.float()
 
 
 def shape(**changes) -> dict:
@@ -23,9 +37,8 @@ def train_and_export(folder, fp8: dict, layouts: list[str], shard_bytes: int, ch
     """Train, save a checkpoint, export each layout; return the trained logits and the weights as served."""
     model = small_model(**shape(**changes))
     engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config(fp8))[0]
-    rows = torch.stack([row["input_ids"] for row in counting(2)])
     for _ in range(3):
-        loss = engine(input_ids=rows, labels=rows).loss
+        loss = engine(input_ids=ROWS, labels=ROWS).loss
         engine.backward(loss)
         engine.step()
     engine.save_checkpoint(str(folder / "checkpoints"), tag="step_3")
@@ -33,8 +46,7 @@ def train_and_export(folder, fp8: dict, layouts: list[str], shard_bytes: int, ch
         export_engine(engine, folder / layout, layout=layout, shard_bytes=shard_bytes)
     served = {name: (codes.float().sum().item(), scales is not None) for name, codes, scales in served_weights(engine)}
     engine.eval()
-    with torch.no_grad():
-        return engine(input_ids=rows).logits.float(), served
+    return logits(engine), served
 
 
 def gather_failing(engine, where: str):

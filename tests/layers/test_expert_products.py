@@ -13,7 +13,6 @@ from ds_fp8.layers.experts.products import (
     ExpertProducts,
     ExpertWeights,
     expert_products,
-    unsupported,
     unsupported_shapes,
 )
 from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
@@ -348,12 +347,6 @@ def test_casts_are_observed():
     measured = monitored.monitor.end_step()
     for tensor_class in ("input", "weight", "grad_output"):
         assert set(measured[tensor_class]) == {"gate_up", "down"}
-
-
-def test_recipes_that_are_not_multiplied_say_why():
-    assert unsupported(recipe()) is None
-    assert "outlier" in unsupported(recipe(outlier_channels=8, weight=SCALED, input=SCALED))
-    assert "128x128" in unsupported(recipe(weight={"granularity": "row"}))
 
 
 def test_shapes_that_are_no_stacks_of_blocks_are_named():

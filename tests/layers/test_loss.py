@@ -10,35 +10,25 @@ import torch
 from peft import CPTConfig, LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.head.cross_entropy import IGNORED
 from ds_fp8.layers.head.loss import NO_LOGITS, FusedHead, fuse_loss, withholds_logits
 from tests.layers.copies import assert_independent_copy, copied
+from tests.layers.hugging_face import causal_lm
 from tests.layers.losses import TOLERANCE, limit_chunks
 from tests.numerics import error
 
 VOCABULARY = 61
 
 
-def build(kind, tied=False, seed=0, **changes):
-    torch.manual_seed(seed)
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": tied,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings | changes))
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+def build(kind, tied=False, **changes):
+    return causal_lm(kind, torch.float32, **SMALL | {"tie_word_embeddings": tied} | changes)
 
 
 def fused_and_plain(kind, **settings):

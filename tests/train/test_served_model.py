@@ -12,11 +12,10 @@ from ds_fp8.commands.evaluate import _load
 from ds_fp8.config.errors import UserError
 from ds_fp8.train.served_model import load_served_model
 from ds_fp8.train.stored_model import ModelSource, load_stored_model, stored_config
-from tests.export.trained import train_and_export
-from tests.integrations.programs import counting, small_model
+from tests.export.trained import logits, train_and_export
+from tests.integrations.programs import small_model
 from tests.numerics import error
 
-ROWS = torch.stack([row["input_ids"] for row in counting(2)])
 OPTIONS = {"dtype": torch.bfloat16}
 PRESETS = {
     "fp8": ({"fuse": "off"}, "128x128", "1x128", "pow2"),
@@ -24,11 +23,6 @@ PRESETS = {
     "by row": ({"preset": "rowwise"}, "row", "row", "fp32"),
     "by tensor": ({"preset": "tensorwise"}, "tensor", "row", "fp32"),
 }
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ROWS).logits.float()
 
 
 def decoded(folder):

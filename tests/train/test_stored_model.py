@@ -85,17 +85,15 @@ def test_this_packages_own_export_is_a_start(layout, granularity, tmp_path):
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16"), expected)
 
 
-def store(folder: Path, max_shard_size: str = "300KB") -> Path:
-    small_model().save_pretrained(folder, max_shard_size=max_shard_size)
+def store(folder: Path) -> Path:
+    small_model().save_pretrained(folder, max_shard_size="300KB")
     return folder
 
 
-def a_file_is_missing(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[0].unlink()
-
-
-def the_index_is_missing(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").unlink()
+def config_with(folder: Path, values: dict, keep: bool = False) -> None:
+    """Write config.json: these values alone, or beside those that are there."""
+    before = json.loads((folder / "config.json").read_text()) if keep else {}
+    (folder / "config.json").write_text(json.dumps({**before, **values}))
 
 
 def a_file_is_cut_short(folder: Path) -> None:
@@ -109,51 +107,32 @@ def a_weight_is_missing(folder: Path) -> None:
     save_file({name: tensors[name] for name in list(tensors)[1:]} | {"spare": torch.ones(1)}, file, {"format": "pt"})
 
 
-def another_shape(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
-
-
-def more_layers(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    del config["layer_types"]
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-
-
-def no_configuration(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def unknown_class(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "never_heard_of", "vocab_size": 300}))
-
-
 def code_of_its_own(folder: Path) -> None:
-    values = {"model_type": "its_own", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
-    (folder / "config.json").write_text(json.dumps(values))
+    own = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    config_with(folder, {"model_type": "its_own", "auto_map": own})
     (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
 
 
-def no_language_model(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
+DAMAGES = {  # what is done to a folder, and words of the error
+    "a file is missing": (lambda folder: sorted(folder.glob("*.safetensors"))[0].unlink(), "incomplete"),
+    "the index is missing": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "incomplete"),
+    "a file is cut short": (a_file_is_cut_short, "cannot be read"),
+    "a weight is missing": (a_weight_is_missing, "incomplete"),
+    "another shape": (lambda folder: config_with(folder, {"intermediate_size": 512}, keep=True), "cannot be read"),
+    "more layers": (
+        lambda folder: config_with(folder, {"num_hidden_layers": 3, "layer_types": None}, keep=True),
+        "and 8 more of Qwen3ForCausalLM are in none of its files",
+    ),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "unknown class": (lambda folder: config_with(folder, {"model_type": "never_heard_of"}), "never_heard_of"),
+    "code of its own": (code_of_its_own, "code from a model folder is not run"),
+    "no language model": (lambda folder: config_with(folder, {"model_type": "vit"}), "no causal language model"),
+}
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (a_file_is_missing, "incomplete"),
-        (the_index_is_missing, "incomplete"),
-        (a_file_is_cut_short, "cannot be read"),
-        (a_weight_is_missing, "incomplete"),
-        (another_shape, "cannot be read"),
-        (more_layers, "and 8 more of Qwen3ForCausalLM are in none of its files"),
-        (no_configuration, "has no config.json"),
-        (unknown_class, "never_heard_of"),
-        (code_of_its_own, "code from a model folder is not run"),
-        (no_language_model, "no causal language model"),
-    ],
-)
-def test_what_cannot_be_a_start_is_refused(damage, words, tmp_path):
+@pytest.mark.parametrize("case", DAMAGES)
+def test_what_cannot_be_a_start_is_refused(case, tmp_path):
+    damage, words = DAMAGES[case]
     folder = store(tmp_path / "model")
     damage(folder)
     before = sorted(tmp_path.rglob("*"))

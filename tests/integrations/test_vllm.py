@@ -7,12 +7,16 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.integrations import vllm
+from tests.export.trained import gather_failing
 from tests.integrations.vllm_models import engine_of
 
 
@@ -80,10 +84,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def said(url: str, pause: str | None, timeout: float = 20, fp8: dict | None = None, **shape: int) -> str:
-    from ds_fp8.integrations.vllm import sync_weights
-
     try:
-        sync_weights(engine_of("llama", fp8 or {}, **shape), url, pause=pause, timeout=timeout)
+        vllm.sync_weights(engine_of("llama", fp8 or {}, **shape), url, pause=pause, timeout=timeout)
     except UserError as error:
         return str(error)
     return "accepted"
@@ -95,10 +97,6 @@ def said_of(url: str, fp8: dict, width: int) -> str:
 
 def said_with_buffers(url: str, full: int | None, syncs: int = 1) -> tuple[str, int]:
     """Sync where buffers can be shared, as on GPUs; rank `full` has no memory. Return what is said, and the handles."""
-    from deepspeed import comm as dist
-
-    from ds_fp8.integrations import vllm
-
     made = []
     vllm._handles = lambda buffer: made.append(buffer.numel()) or {str(dist.get_rank()): []}
     vllm._buffer = vllm.SharedBuffer()
@@ -160,13 +158,6 @@ def test_a_server_that_cannot_be_updated_is_left_as_it_was(ranks, server, pause,
     server = StandIn(**server)
     assert all(words in error for error in ranks(2, said, server.url, pause))
     assert server.calls == calls
-
-
-def test_no_server_at_all(ranks):
-    server = StandIn()
-    server.shutdown()
-    server.server_close()
-    assert "does not answer" in ranks(1, said, server.url, "wait")[0]
 
 
 def answering(content: bytes) -> str:
@@ -268,13 +259,11 @@ def test_an_update_that_another_trainer_left_is_ended_first(ranks):
 
 
 def others_said() -> list[str]:
-    from ds_fp8.integrations.vllm import sync_weights
-
     engine, found = engine_of("llama", {}), []
     engine.module.peft_config = {}
     for server in ("http://127.0.0.1:1", object()):
         try:
-            sync_weights(engine, server)
+            vllm.sync_weights(engine, server)
         except UserError as error:
             found.append(str(error))
         engine.module.__dict__.pop("peft_config", None)
@@ -290,11 +279,6 @@ def test_adapters_and_a_vllm_of_another_version(ranks):
 
 def gathers_that_fail(url: str, where: str) -> tuple[str, list[str]]:
     """Sync to this process's own LLM, or to a server; the second rank fails in its third gather."""
-    from unittest import mock
-
-    from ds_fp8.integrations import vllm
-    from tests.export.trained import gather_failing
-
     vllm._handles = lambda buffer: {}
     llm, engine, said = mock.Mock(), engine_of("llama", {}), []
     llm.llm_engine.has_unfinished_requests.return_value = False
@@ -318,9 +302,6 @@ def test_a_rank_that_fails_in_a_gather_ends_the_update_on_all(ranks, what, when)
 
 
 def chunks_of_an_engine() -> None:
-    from ds_fp8.export.engines import served_plan, served_tensors
-    from ds_fp8.integrations import vllm
-
     engine, made = engine_of("llama", {}), []
     vllm._handles = lambda buffer: made.append(buffer.numel()) or {"GPU": [buffer.numel()]}
     plan, buffer = served_plan(engine), vllm.SharedBuffer()

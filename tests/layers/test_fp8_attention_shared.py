@@ -14,31 +14,14 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.attention import documents, sequence_parallel
 from ds_fp8.layers.attention import shared as exchanges
 from ds_fp8.layers.convert import convert
-from ds_fp8.train import packed_attention
-from tests.layers.hugging_face import causal_lm, tokens
-from tests.layers.test_sequence_parallel import emulated, in_fp8, shared
+from tests.layers.hugging_face import tokens
+from tests.layers.test_sequence_parallel import emulated, in_fp8, mine, model_of, shared
 
 pytestmark = emulated
 
 FEATURES, LENGTH = 32, 96
 NAMES = ("output", "dq", "dk", "dv")
 SENDS = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_into_tensor")
-
-
-def mine(x, dim):
-    """This rank's tokens of a tensor, in memory as the whole tensor's."""
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
-
-
-def model_of(heads, kv_heads, implementation="packed"):
-    packed_attention.register()
-    return causal_lm(
-        "qwen2",
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=FEATURES,
-        attn_implementation=implementation,
-    )
 
 
 def in_bf16():
@@ -94,31 +77,28 @@ def positions_of(rows):
     return torch.stack([torch.cat([torch.arange(count) for count in row]) for row in rows])
 
 
+@mock.patch.object(documents, "LONG", 24)
 def attention(rows, heads, kv_heads, codes, kind="usual", implementation="packed"):
     """Output and gradients of this rank's tokens of rows of such documents, and bytes sent, as seen and as counted."""
-    documents.LONG, before = 24, documents.LONG
-    model = model_of(heads, kv_heads, implementation)
+    model = model_of(heads, kv_heads, implementation, head_dim=FEATURES)
     inputs, gradient = operands(len(rows), heads, kv_heads, kind)
-    try:
-        with shared(model, len(rows), ranks=dist.get_world_size()), contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.nullcontext() if codes else in_bf16())
-            in_fp8(model)
-            module = model.model.layers[0].self_attn
-            function = functools.partial(ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation], module)
-            own_positions = mine(positions_of(rows), 1).contiguous()
-            leaves = [mine(x, 2).detach().requires_grad_() for x in inputs]
-            seen, counted = stack.enter_context(bytes_sent()), exchanges.bytes_sent()
-            output = function(*leaves, None, position_ids=own_positions)[0]
-            forward = dict(seen)
-            output.backward(mine(gradient, 1).flatten(2))
-            counted, both = exchanges.bytes_sent() - counted, dict(seen)
-            with torch.inference_mode():
-                again = function(*leaves, None, position_ids=own_positions)[0]
-            assert torch.equal(bits(again), bits(output.detach()))
-            assert module.num_key_value_groups == heads // kv_heads
-            return [output.detach(), *(leaf.grad for leaf in leaves)], forward, both, counted
-    finally:
-        documents.LONG = before
+    with shared(model, len(rows), ranks=dist.get_world_size()), contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.nullcontext() if codes else in_bf16())
+        in_fp8(model)
+        module = model.model.layers[0].self_attn
+        function = functools.partial(ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation], module)
+        own_positions = mine(positions_of(rows), 1).contiguous()
+        leaves = [mine(x, 2).detach().requires_grad_() for x in inputs]
+        seen, counted = stack.enter_context(bytes_sent()), exchanges.bytes_sent()
+        output = function(*leaves, None, position_ids=own_positions)[0]
+        forward = dict(seen)
+        output.backward(mine(gradient, 1).flatten(2))
+        counted, both = exchanges.bytes_sent() - counted, dict(seen)
+        with torch.inference_mode():
+            again = function(*leaves, None, position_ids=own_positions)[0]
+        assert torch.equal(bits(again), bits(output.detach()))
+        assert module.num_key_value_groups == heads // kv_heads
+        return [output.detach(), *(leaf.grad for leaf in leaves)], forward, both, counted
 
 
 SHAPES = [(2, 1, 4, 4), (2, 2, 4, 1), (3, 2, 6, 3), (4, 1, 8, 2)]
@@ -171,43 +151,40 @@ DOCUMENTS = {
 }
 
 
+@mock.patch.object(documents, "LONG", 36)
 def training(codes, kind, fuse, recompute):
     """Losses, gradients, logits; how often a micro-step looked for documents; bytes in FP8, in all, and as counted."""
-    documents.LONG, before = 36, documents.LONG
-    model = model_of(4, 2)
+    model = model_of(4, 2, head_dim=FEATURES)
     positions = positions_of(DOCUMENTS[kind])
     ids = tokens(len(positions), LENGTH)
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     batch = {"input_ids": ids, "position_ids": positions, "labels": targets, "shift_labels": targets}
     section = {"monitor": {"every": 0}, "linear": {"backend": "reference"}, "fuse": fuse}
     found, looked = [], []
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(shared(model, len(positions), ranks=dist.get_world_size()))
-            stack.enter_context(contextlib.nullcontext() if codes else in_bf16())
-            convert(model, parse_fp8({"fp8": {**section, "attention": {"format": "e4m3"}}}))
-            if recompute:
-                model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
-                model.enable_input_require_grads()
-            look = stack.enter_context(mock.patch.object(documents, "ends_of", wraps=documents.ends_of))
-            sent, counted = stack.enter_context(bytes_sent()), exchanges.bytes_sent()
-            for _ in range(2):
-                part = {name: mine(x, 1).contiguous() for name, x in batch.items()}
-                loss = model(**part, use_cache=False, num_items_in_batch=torch.tensor(40.0)).loss
-                loss.backward()
-                found.append(loss.detach())
-                looked.append(look.call_count)
-                look.reset_mock()
-            found += [p.grad for p in model.parameters()]
-            part = {name: mine(batch[name], 1).contiguous() for name in ("input_ids", "position_ids")}
-            with torch.no_grad():
-                found.append(model.eval()(**part, use_cache=False).logits)
-            codes_sent, bf16_sent = (sent["all_to_all_single", dtype] for dtype in (torch.uint8, torch.bfloat16))
-            # Without the sums of keys and values, 16 bytes a feature: beside so few tokens they are more than a little.
-            counted = exchanges.bytes_sent() - counted - sent["all_reduce", torch.float64]
-            return found, looked, codes_sent, codes_sent + bf16_sent, counted
-    finally:
-        documents.LONG = before
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(shared(model, len(positions), ranks=dist.get_world_size()))
+        stack.enter_context(contextlib.nullcontext() if codes else in_bf16())
+        convert(model, parse_fp8({"fp8": {**section, "attention": {"format": "e4m3"}}}))
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+            model.enable_input_require_grads()
+        look = stack.enter_context(mock.patch.object(documents, "ends_of", wraps=documents.ends_of))
+        sent, counted = stack.enter_context(bytes_sent()), exchanges.bytes_sent()
+        for _ in range(2):
+            part = {name: mine(x, 1).contiguous() for name, x in batch.items()}
+            loss = model(**part, use_cache=False, num_items_in_batch=torch.tensor(40.0)).loss
+            loss.backward()
+            found.append(loss.detach())
+            looked.append(look.call_count)
+            look.reset_mock()
+        found += [p.grad for p in model.parameters()]
+        part = {name: mine(batch[name], 1).contiguous() for name in ("input_ids", "position_ids")}
+        with torch.no_grad():
+            found.append(model.eval()(**part, use_cache=False).logits)
+        codes_sent, bf16_sent = (sent["all_to_all_single", dtype] for dtype in (torch.uint8, torch.bfloat16))
+        # Without the sums of keys and values, 16 bytes a feature: beside so few tokens they are more than a little.
+        counted = exchanges.bytes_sent() - counted - sent["all_reduce", torch.float64]
+        return found, looked, codes_sent, codes_sent + bf16_sent, counted
 
 
 @pytest.mark.parametrize(

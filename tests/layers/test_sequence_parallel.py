@@ -2,9 +2,11 @@
 
 import functools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -48,8 +50,8 @@ def step(attention, inputs, gradient):
 
 
 def mine(x, dim):
-    """This rank's tokens of a tensor."""
-    return x.chunk(RANKS, dim)[torch.distributed.get_rank()]
+    """This rank's tokens of a tensor, in memory as the whole tensor's."""
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
 class shared:
@@ -75,11 +77,10 @@ class shared:
         parallel_state_sp._release_sequence_parallel_groups()
 
 
-def model_of(heads, kv_heads, implementation):
+def model_of(heads, kv_heads, implementation="packed", **sizes):
     packed_attention.register()
-    return causal_lm(
-        "qwen2", num_attention_heads=heads, num_key_value_heads=kv_heads, attn_implementation=implementation
-    )
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return causal_lm("qwen2", **sizes, attn_implementation=implementation)
 
 
 def in_fp8(model):
@@ -88,26 +89,22 @@ def in_fp8(model):
 
 def attention_of_slices(heads, kv_heads, implementation, packed, long):
     """Output and gradients of this rank's tokens."""
-    documents.LONG, before = long, documents.LONG
     model = model_of(heads, kv_heads, implementation)
     inputs, gradient = operands(heads, kv_heads)
-    try:
-        with shared(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = in_fp8(model)
-            assert len(found.layers) == 2
-            module = model.model.layers[0].self_attn
-            assert module.num_key_value_groups == heads // kv_heads
-            attention = functools.partial(ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation], module)
-            whole = step(
-                lambda q, k, v: attention(q, k, v, None, position_ids=mine(positions(packed), 1))[0],
-                [mine(x, 2) for x in inputs],
-                mine(gradient, 1),
-            )
-            assert module.num_key_value_groups == heads // kv_heads
-            return whole
-    finally:
-        documents.LONG = before
+    with mock.patch.object(documents, "LONG", long), shared(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = in_fp8(model)
+        assert len(found.layers) == 2
+        module = model.model.layers[0].self_attn
+        assert module.num_key_value_groups == heads // kv_heads
+        attention = functools.partial(ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation], module)
+        whole = step(
+            lambda q, k, v: attention(q, k, v, None, position_ids=mine(positions(packed), 1))[0],
+            [mine(x, 2) for x in inputs],
+            mine(gradient, 1),
+        )
+        assert module.num_key_value_groups == heads // kv_heads
+        return whole
 
 
 def by_rank(attention, heads, kv_heads):
@@ -165,9 +162,9 @@ def test_two_ranks_compute_the_bits_of_one(ranks, case):
         assert torch.equal(ours, theirs), name
 
 
+@mock.patch.object(documents, "LONG", SHORT_AND_LONG)
 def loss_and_gradient(split, packed, fuse, attention, implementation="packed"):
     """Summed loss of this rank's tokens and its gradient, added over ranks, and the warnings."""
-    documents.LONG, before = SHORT_AND_LONG, documents.LONG
     model = model_of(4, 2, implementation if split or attention == "bf16" else "packed")
     ids, places = tokens(ROWS, LENGTH), positions(packed)
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
@@ -185,15 +182,12 @@ def loss_and_gradient(split, packed, fuse, attention, implementation="packed"):
         found = torch.cat([loss.detach()[None], *(p.grad.flatten().float() for p in model.parameters())])
         return found
 
-    try:
-        if not split:
-            return run(batch)
-        with shared(model):
-            found = run({name: mine(x, 1).contiguous() for name, x in batch.items()})
-        torch.distributed.all_reduce(found)
-        return found
-    finally:
-        documents.LONG = before
+    if not split:
+        return run(batch)
+    with shared(model):
+        found = run({name: mine(x, 1).contiguous() for name, x in batch.items()})
+    dist.all_reduce(found)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -221,9 +215,9 @@ def test_a_model_on_two_ranks_is_that_on_one(ranks, fuse, attention, packed, imp
     assert apart > 5 * distance  # documents matter
 
 
+@mock.patch.object(documents, "LONG", SHORT_AND_LONG)
 def evaluated(packed, split):
     """Logits of whole rows in evaluation, without an exchange there; before it, where `split`, a step with one."""
-    documents.LONG, before = SHORT_AND_LONG, documents.LONG
     model = model_of(4, 1, "packed")
     ids, places = tokens(ROWS, LENGTH), positions(packed)
 
@@ -231,16 +225,13 @@ def evaluated(packed, split):
         in_fp8(model)
         return model.eval()(input_ids=ids, position_ids=places, use_cache=False).logits.detach()
 
-    try:
-        if not split:
-            return logits()
-        with shared(model, disable_in_eval=True):
-            in_fp8(model)
-            half = {"input_ids": mine(ids, 1).contiguous(), "position_ids": mine(places, 1).contiguous()}
-            model(**half, use_cache=False).logits.sum().backward()
-            return logits()
-    finally:
-        documents.LONG = before
+    if not split:
+        return logits()
+    with shared(model, disable_in_eval=True):
+        in_fp8(model)
+        half = {"input_ids": mine(ids, 1).contiguous(), "position_ids": mine(places, 1).contiguous()}
+        model(**half, use_cache=False).logits.sum().backward()
+        return logits()
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -62,6 +62,15 @@ def save_two(stage: Stage, ranks: int) -> Path:
     return stage.run_dir
 
 
+def stopped_at(number: int, run_dir: Path, copy: Path) -> None:
+    """Copy a finished run as one that was stopped at a step, whose checkpoint is its newest."""
+    shutil.copytree(run_dir, copy)
+    (copy / "result.json").unlink()
+    for later in (one for one in (copy / "checkpoints").glob("step_*") if int(one.name[5:]) > number):
+        shutil.rmtree(later)
+    (copy / "checkpoints" / "latest").write_text(f"step_{number}")
+
+
 def _edit(change: Callable[[bytearray], bytes]) -> Change:
     def edit(file: Path) -> None:
         file.write_bytes(change(bytearray(file.read_bytes())))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from deepspeed import comm as dist
 from ds_fp8.train import load_stage, loop, train
 from ds_fp8.train.batches import BatchesAhead
 from ds_fp8.train.metrics import SpikeDetector, read_metrics
+from tests.train.damage import stopped_at
 
 TOLERANCE = 2e-3
 """Losses of BF16 models whose gradients were summed in another order."""
@@ -135,11 +135,7 @@ def test_a_run_goes_on_on_as_many_ranks_and_on_others(zero, accumulator, fp8, st
         ranks(world, run, stage, str(cache_home), overrides)
 
     go(2, "whole", 5)
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    for later in ("result.json", "checkpoints/step_4", "checkpoints/step_5"):  # as where it was stopped at step 2
-        path = tmp_path / "parts" / later
-        path.unlink() if path.is_file() else shutil.rmtree(path)
-    (tmp_path / "parts" / "checkpoints" / "latest").write_text("step_2")
+    stopped_at(2, tmp_path / "whole", tmp_path / "parts")
     for world, steps in ((2, 3), (3, 4), (2, 5)):
         go(world, "parts", steps)
     whole, parts = losses_of(tmp_path / "whole"), losses_of(tmp_path / "parts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from ds_fp8.train.resume import inspect_run
 from ds_fp8.train.stage import learning_rate_factor
 from tests.corpus import CHATS
 from tests.numerics import error
+from tests.train.damage import stopped_at
 
 TRAINING = ("step", "loss", "learning_rate", "gradient_norm", "skipped_steps", "validation_loss", "exact_match")
 
@@ -166,10 +168,10 @@ def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ran
     tiny["train"] |= {"lora": lora, "save_every": 2}
     tiny["optimizer"]["params"]["lr"] = 1e-2
     file, run_dir = write(tiny), tmp_path / "parts"
-    ranks(2, train_on_these_ranks, file, run_dir, 2, str(cache_home))
-    assert (run_dir / "adapter" / "adapter_config.json").is_file()
-    for folder in (run_dir, tmp_path / "whole"):
-        ranks(2, train_on_these_ranks, file, folder, 4, str(cache_home))
+    ranks(2, train_on_these_ranks, file, tmp_path / "whole", 4, str(cache_home))
+    stopped_at(2, tmp_path / "whole", run_dir)
+    shutil.rmtree(run_dir / "adapter")
+    ranks(2, train_on_these_ranks, file, run_dir, 4, str(cache_home))
     names = base.state_dict().keys()
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "model").eval()
     adapted = PeftModel.from_pretrained(base, run_dir / "adapter").eval()
@@ -210,10 +212,11 @@ def test_a_checkpoint_with_a_base_is_followed_by_such(tiny, write, ranks, tmp_pa
     stage = load_stage(write({**tiny, "train": {**tiny["train"], "seed": 7, "lora": None}}))
     build_model(stage, load_model_config(stage, build_tokenizer(stage.data))).save_pretrained(tmp_path / "other")
     tiny["model"] = {"path": str(tmp_path / "other")}
-    tiny["train"]["resume"] = str(tmp_path / "first")
+    tiny["train"] |= {"resume": str(tmp_path / "first")}
     file = write(tiny)
-    for folder, steps in ("parts", 2), ("parts", 4), ("whole", 4):
-        ranks(2, train_on_these_ranks, file, tmp_path / folder, steps, str(cache_home))
+    ranks(2, train_on_these_ranks, file, tmp_path / "whole", 4, str(cache_home))
+    stopped_at(2, tmp_path / "whole", tmp_path / "parts")
+    ranks(2, train_on_these_ranks, file, tmp_path / "parts", 4, str(cache_home))
     found, expected = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("parts", "whole"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for run in "parts", "new":

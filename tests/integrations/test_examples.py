@@ -27,6 +27,7 @@ from tests.integrations.programs import history, installed, small_model, small_t
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 WORDS = ("one", "two", "three", "four", "five", "six")
+PROGRAMS = ["zero3", "axolotl", "llamafactory"]
 
 
 @pytest.fixture
@@ -190,26 +191,17 @@ def test_other_programs_of_trl_train(program, engines, arguments, ranks, folder)
     assert AutoModelForCausalLM.from_pretrained(folder / "out").config.model_type == "qwen3"
 
 
-@pytest.mark.parametrize("name", ["ds_config.json", "zero3.json"])
-def test_deepspeed_configurations_have_a_valid_section(name):
-    raw = json.loads((EXAMPLES / name).read_text())
-    assert raw["zero_optimization"]["stage"] == 3
-    assert parse_fp8(raw).enabled
-
-
-@pytest.mark.parametrize("name", ["axolotl.yaml", "llamafactory.yaml"])
-def test_other_trainers_use_deepspeed_and_not_their_own_fp8(name):
-    """Both name their own FP8 `fp8`, and DeepSpeed's configuration `deepspeed`."""
-    recipe = yaml.safe_load((EXAMPLES / name).read_text())
-    assert recipe["fp8"] is False
-    assert recipe["bf16"] is True
-    assert (EXAMPLES / recipe["deepspeed"]).is_file()
-
-
-def test_accelerate_leaves_precision_to_deepspeed():
-    launch = yaml.safe_load((EXAMPLES / "zero3.yaml").read_text())
-    assert "mixed_precision" not in launch
-    assert (EXAMPLES / launch["deepspeed_config"]["deepspeed_config_file"]).is_file()
+def test_other_programs_leave_precision_to_a_section_of_deepspeeds_configuration():
+    """Axolotl and LLaMA-Factory name their own FP8 `fp8`."""
+    recipes = {name: yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text()) for name in PROGRAMS}
+    assert "mixed_precision" not in recipes["zero3"]
+    files = {"ds_config.json", recipes["zero3"]["deepspeed_config"]["deepspeed_config_file"]}
+    for name in PROGRAMS[1:]:
+        assert (recipes[name]["fp8"], recipes[name]["bf16"]) == (False, True)
+        files.add(recipes[name]["deepspeed"])
+    for raw in (json.loads((EXAMPLES / file).read_text()) for file in files):
+        assert raw["zero_optimization"]["stage"] == 3
+        assert parse_fp8(raw).enabled
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("axolotl"), reason="needs Axolotl")

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers.convert import Conversion, convert
 
 SIZES = {
     "vocab_size": 97,
@@ -27,6 +31,12 @@ def causal_lm(architecture: str, dtype: torch.dtype = torch.bfloat16, **changes:
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, **{**SIZES, **changes})
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def fp8(model: nn.Module, **section: Any) -> Conversion:
+    """Convert a model under the "fp8" section `section`, by the reference and without a monitor."""
+    section["linear"] = {"backend": "reference", **section.get("linear", {})}
+    return convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, **section}}))
 
 
 def tokens(rows: int = 2, length: int = 16) -> torch.Tensor:

@@ -9,11 +9,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, apply_factors, quantize
-from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.adapters import Adapters
 from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
-from tests.layers.hugging_face import causal_lm, tokens
+from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,11 +93,6 @@ def adapted(name="llama", dtype=torch.bfloat16, num_hidden_layers=2, **options):
     return get_peft_model(model, config).to(dtype)
 
 
-def fp8(model, **section):
-    section = {"linear": {"backend": "reference"}, "monitor": {"every": 0}} | section
-    return convert(model, parse_fp8({"fp8": section})).fusion
-
-
 def results(model, seed=0):
     """Loss and gradients of the trained parameters by name."""
     model.zero_grad()
@@ -122,7 +115,7 @@ def test_fused_layers_compute_what_peft_does(name, options, section):
     exact = adapted(name, **options)
     unfused, fused = copy.deepcopy(exact), copy.deepcopy(exact)
     fp8(unfused, fuse="off", **section)
-    fusion = fp8(fused, **section)
+    fusion = fp8(fused, **section).fusion
     assert len(fusion.layers) == 2
     assert not fusion.left
     assert list(fused.state_dict()) == list(exact.state_dict())
@@ -134,7 +127,7 @@ def test_without_casts_fused_layers_compute_exactly_what_peft_does(name, options
     exact = adapted(name, torch.float32, **options)
     fused = copy.deepcopy(exact)
     monkeypatch.setattr("ds_fp8.layers.convert.recipe_from_config", without_casts)
-    assert len(fp8(fused, **section | {"preset": "hybrid_fast"}).layers) == 2
+    assert len(fp8(fused, **section | {"preset": "hybrid_fast"}).fusion.layers) == 2
     found = results(fused)
     for key, expected in results(exact).items():
         assert error(found[key], expected) < SAME, key
@@ -147,7 +140,7 @@ def test_an_mlp_alone_is_fused_below_an_attention_with_dora_which_is_named():
     exact = exact.bfloat16()
     unfused, fused = copy.deepcopy(exact), copy.deepcopy(exact)
     fp8(unfused, fuse="off")
-    fusion = fp8(fused)
+    fusion = fp8(fused).fusion
     assert not fusion.layers
     assert len(fusion.mlps) == 2
     assert all("beyond plain LoRA (DoraLinearVariant)" in reason for reason in fusion.left.values())
@@ -160,7 +153,7 @@ def test_switched_adapters_are_those_that_peft_runs():
     exact = exact.bfloat16()
     unfused, fused = copy.deepcopy(exact), copy.deepcopy(exact)
     fp8(unfused, fuse="off")
-    assert len(fp8(fused).layers) == 2
+    assert len(fp8(fused).fusion.layers) == 2
     losses = set()
     for names in ("other", "default", ["default", "other"]):
         for model in (exact, unfused, fused):
@@ -200,7 +193,7 @@ def test_what_is_no_plain_lora_any_more_is_called():
 
 def test_dropout_masks_are_drawn_again_in_recomputation_and_are_each_adapters_own():
     model = adapted(lora_dropout=0.3)
-    assert len(fp8(model).layers) == 2
+    assert len(fp8(model).fusion.layers) == 2
     kept = results(model)
     assert results(model, seed=1)["loss"] != kept["loss"]
     for reentrant in (True, False):
@@ -246,7 +239,7 @@ def test_gradients_of_adapters_beside_fp32(preset, bound):
     like_a_trained_one(model)
     exact = results(copy.deepcopy(model).float())
     in_bf16 = errors_by_layer(results(model), exact)
-    assert len(fp8(model, preset=preset).layers) == 4
+    assert len(fp8(model, preset=preset).fusion.layers) == 4
     found = errors_by_layer(results(model), exact)
     assert all(0.01 < plain < 0.03 for plain in in_bf16)
     assert all(2 * plain < ours < bound for ours, plain in zip(found, in_bf16, strict=True))

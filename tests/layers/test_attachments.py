@@ -11,8 +11,7 @@ from torch.nn.utils import parametrize
 
 import ds_fp8
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.convert import convert
-from tests.layers.hugging_face import causal_lm, tokens
+from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
 from tests.zero import models
 
@@ -22,7 +21,7 @@ MORE = 0.03
 
 def fp8_model(architecture="llama", **section):
     model = causal_lm(architecture)
-    return model, convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, **section}}))
+    return model, fp8(model, **section)
 
 
 def losses_and_gradients(model):
@@ -129,7 +128,7 @@ def test_a_parametrized_weight_is_used_as_it_is_computed():
 def test_what_came_before_fusing_keeps_the_layer_unfused_with_the_reason(attach):
     model = causal_lm("llama")
     attach(model.model.layers[0])
-    fusion = convert(model, parse_fp8({"fp8": {}})).fusion
+    fusion = fp8(model).fusion
     assert fusion.layers == ["model.layers.1"]
     assert "would not run" in fusion.left["model.layers.0"]
     calls.clear()
@@ -152,15 +151,15 @@ ON_NORMS = {
 
 @pytest.mark.parametrize(("adapter", "left"), ON_NORMS.values(), ids=ON_NORMS)
 def test_layers_whose_norms_carry_an_adapter_are_not_fused_and_train_it(adapter, left):
-    plain, fp8 = (get_peft_model(causal_lm("llama"), adapter) for _ in range(2))
-    fp8.load_state_dict(plain.state_dict())
-    fusion = convert(fp8, parse_fp8({"fp8": {"monitor": {"every": 0}}})).fusion
+    plain, fused = (get_peft_model(causal_lm("llama"), adapter) for _ in range(2))
+    fused.load_state_dict(plain.state_dict())
+    fusion = fp8(fused).fusion
     assert {int(name.split("layers.")[1].split(".")[0]) for name in fusion.left if name.endswith(("0", "1"))} == left
     assert all("adapter" in fusion.left[name] for name in fusion.left)
     assert len(fusion.layers) == 2 - len(left)
-    for model in (plain, fp8):
+    for model in (plain, fused):
         model(input_ids=tokens(), labels=tokens()).loss.backward()
-    for (name, p), q in zip(fp8.named_parameters(), plain.parameters(), strict=True):
+    for (name, p), q in zip(fused.named_parameters(), plain.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         if q.grad is not None and q.grad.any():
             assert error(p.grad.float(), q.grad.float()) < 0.2, name
@@ -170,7 +169,7 @@ def test_a_forward_of_liger_on_the_instance_is_not_reported_as_fused():
     model = causal_lm("llama")
     for layer in model.model.layers:
         layer.mlp.forward = layer.mlp.forward
-    fusion = convert(model, parse_fp8({"fp8": {}})).fusion
+    fusion = fp8(model).fusion
     assert fusion.layers == fusion.mlps == []
     assert all("set on the instance" in reason for reason in fusion.left.values())
     assert len(fusion.left) == 4

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.convert import convert
-from tests.layers.hugging_face import causal_lm, tokens
+from tests.layers.hugging_face import causal_lm, fp8, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +23,7 @@ def trained(model, forward):
 
 def test_a_compiled_model_computes_the_same_with_one_break_a_layer():
     model = causal_lm("llama").model
-    convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}}}))
+    fp8(model)
     expected = trained(model, model)
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter)
@@ -41,7 +39,7 @@ def test_a_compiled_model_computes_the_same_with_one_break_a_layer():
 
 def test_a_single_graph_is_refused_with_the_reason():
     model = causal_lm("llama").model
-    convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}}}))
+    fp8(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="FP8 layers of ds_fp8"):
         compiled(input_ids=tokens())

@@ -11,12 +11,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.attention import FASTEST_FIRST, fastest_kernel_first
 from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.linear.linear import FP8Linear
-from tests.layers.hugging_face import causal_lm, tokens
+from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
 
 FUSED = {
@@ -31,11 +29,6 @@ FUSED = {
 }
 FP8_ERROR = 0.13
 """Relative error of two layers in FP8 against BF16: the cost of FP8 itself."""
-
-
-def fp8(model, **section):
-    section = {**section, "linear": {"backend": "reference", **section.get("linear", {})}}
-    return convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, **section}}))
 
 
 def model_of(name: str):

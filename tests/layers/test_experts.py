@@ -21,9 +21,9 @@ from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_exper
 from ds_fp8.layers.linear.linear import FP8Linear, Swapped
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
-from tests.layers.hugging_face import tokens
+from tests.layers.hugging_face import fp8, tokens
 from tests.layers.moe import EXPERTS, mixture
-from tests.layers.test_decoder import FP8_ERROR, fp8, losses_and_gradients
+from tests.layers.test_decoder import FP8_ERROR, losses_and_gradients
 from tests.numerics import error
 
 TOKENS = 24

@@ -15,6 +15,7 @@ from tests.layers.linears import fp8_linear
 
 E2M1 = torch.tensor([0, 1, 2, 4, 0.5, 1.5, 3, 6], dtype=torch.float64)
 TOKENS, INPUTS, OUTPUTS = 40, 96, 64
+DRAWS = 100
 
 
 def section(**recast):
@@ -97,15 +98,15 @@ def test_gradients_are_right_on_average():
     x, dy = operands()
     x_cast, x_clipped, w_cast, w_clipped, f = forward_operands(linear, x)
     exact = [((dy.double() @ w_cast) * ~x_clipped) @ f.t(), ((dy.double().t() @ x_cast) * ~w_clipped) @ f.t()]
-    draws = [results_of(linear, x, dy)[1:] for _ in range(200)]
+    draws = [results_of(linear, x, dy)[1:] for _ in range(DRAWS)]
     for expected, found in zip(exact, zip(*draws, strict=True), strict=True):
         found = torch.stack(found).double()
         spread = found.std(0) / math.sqrt(len(draws))
         off = ((found.mean(0) - expected) / spread).square().mean().sqrt()
         assert 0.9 < off < 1.1  # standard errors
     high = fp8_linear(INPUTS, OUTPUTS, torch.float32, **section(of="high_precision"))
-    of_another = torch.stack([results_of(high, x, dy)[2] for _ in range(200)]).double()
-    off = ((of_another.mean(0) - exact[1]) / (of_another.std(0) / math.sqrt(200))).square().mean().sqrt()
+    of_another = torch.stack([results_of(high, x, dy)[2] for _ in range(DRAWS)]).double()
+    off = ((of_another.mean(0) - exact[1]) / (of_another.std(0) / math.sqrt(DRAWS))).square().mean().sqrt()
     assert off > 2
 
 

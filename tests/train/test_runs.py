@@ -212,7 +212,7 @@ def test_a_checkpoint_with_a_base_is_followed_by_such(tiny, write, ranks, tmp_pa
     stage = load_stage(write({**tiny, "train": {**tiny["train"], "seed": 7, "lora": None}}))
     build_model(stage, load_model_config(stage, build_tokenizer(stage.data))).save_pretrained(tmp_path / "other")
     tiny["model"] = {"path": str(tmp_path / "other")}
-    tiny["train"] |= {"resume": str(tmp_path / "first")}
+    tiny["train"]["resume"] = str(tmp_path / "first")
     file = write(tiny)
     ranks(2, train_on_these_ranks, file, tmp_path / "whole", 4, str(cache_home))
     stopped_at(2, tmp_path / "whole", tmp_path / "parts")

@@ -114,36 +114,35 @@ def by_definition(q, k, v, ends, scale):
     return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, **options).transpose(0, 1)
 
 
+def versions(attention):
+    """Signatures of torch's variable-length attention by version, around their definition."""
+
+    def with_groups(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        return attention(q, k, v, cu_q, max_q, window_size == (-1, 0), scale, enable_gqa)
+
+    def with_window(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return attention(q, k, v, cu_q, max_q, window_size == (-1, 0), scale, False)
+
+    def with_causality(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
+        return attention(q, k, v, cu_q, max_q, is_causal, None, False)
+
+    return with_groups, with_window, with_causality
+
+
 @pytest.mark.parametrize("scaling", [None, 0.3])
-@pytest.mark.parametrize("window", [True, False])
-@pytest.mark.parametrize("gqa", [True, False])
-def test_every_version_of_the_kernel_is_asked_for_the_same(scaling, window, gqa, monkeypatch):
-    """The signature of torch's variable-length attention differs by version; here stands its definition."""
-
-    def attention(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, grouped):
+@pytest.mark.parametrize("version", range(3))
+def test_every_version_of_the_kernel_is_asked_for_the_same(scaling, version, monkeypatch):
+    def attention(q, k, v, ends, longest, causal, scale, grouped):
+        assert causal
         assert grouped or q.shape[1] == k.shape[1]
-        assert max_q >= cu_q.diff().max()
-        return by_definition(q, k, v, cu_q, scale)
-
-    if window and gqa:
-
-        def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-            return attention(q, k, v, cu_q, cu_k, max_q, max_k, window_size == (-1, 0), scale, enable_gqa)
-    elif window:
-
-        def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-            return attention(q, k, v, cu_q, cu_k, max_q, max_k, window_size == (-1, 0), scale, False)
-    else:
-
-        def varlen(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False):
-            assert is_causal
-            return attention(q, k, v, cu_q, cu_k, max_q, max_k, is_causal, None, False)
+        assert longest >= ends.diff().max()
+        return by_definition(q, k, v, ends, scale)
 
     torch.manual_seed(0)
     q, k, v = torch.randn(24, 4, 8), torch.randn(24, 2, 8), torch.randn(24, 2, 8)
     ends = torch.tensor([0, 7, 24], dtype=torch.int32)
     expected = by_definition(q, k, v, ends, scaling)
-    monkeypatch.setattr(packed_attention, "varlen_attn", varlen)
+    monkeypatch.setattr(packed_attention, "varlen_attn", versions(attention)[version])
     torch.testing.assert_close(packed_attention._in_one_kernel(q, k, v, ends, 24, scaling), expected, **TOLERANCE)
     heads = (x.unflatten(0, (2, 12)).transpose(1, 2) for x in (q, k, v))
     ends = torch.tensor([0, 7, 12, 24], dtype=torch.int32)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.train.served_model import load_served_model
-from ds_fp8.train.stored_model import check_trainable, load_stored_model, stored_config, stored_model
+from tests.train.test_stored_model import load as trained
 
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
 WHOLE, RAGGED = {"hidden_size": 256, "intermediate_size": 384}, {"hidden_size": 192, "intermediate_size": 320}
@@ -127,13 +127,6 @@ def write(folder, method, kind="llama", sizes=WHOLE, fused=False, forget=(), sca
     if file is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": file}))
     return truth
-
-
-def trained(folder):
-    source = stored_model(str(folder), None)
-    config = stored_config(source)
-    check_trainable(source, config)
-    return load_stored_model(source, config, {})
 
 
 def served_weight(model, name):

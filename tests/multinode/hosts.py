@@ -38,15 +38,13 @@ def _path() -> str:
 class Hosts:
     """`count` hosts, 10.77.0.1 and up; a context manager that takes them down with all that runs on them.
 
-    folder: for keys, configurations and the hostfile.
-    slots: ranks a host.
+    folder: for keys, configurations and the hostfile, which gives each host a rank.
     """
 
-    def __init__(self, folder: Path, count: int, slots: int = 1) -> None:
+    def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self.hostfile = folder / "hostfile"
-        self._slots = slots
         self._switch = f"ds{os.getpid()}s"
         self.names = [f"ds{os.getpid()}h{number}" for number in range(count)]
         """Names of the network namespaces."""
@@ -66,7 +64,7 @@ class Hosts:
         wrapper = programs / "ssh"  # pdsh and deepspeed call ssh by name
         wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {self.folder}/config "$@"\n')
         wrapper.chmod(0o755)
-        self.hostfile.write_text("".join(f"{address} slots={self._slots}\n" for address in self.addresses))
+        self.hostfile.write_text("".join(f"{address} slots=1\n" for address in self.addresses))
         _do("ip", "netns", "add", self._switch)
         _do("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _do("ip", "-n", self._switch, "link", "set", "bridge", "up")
@@ -105,8 +103,8 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "netns", "del", self._switch], capture_output=True)
 
-    def start(self, command: Sequence[str], output: Path, cwd: Path, host: int = 0) -> subprocess.Popen:
-        """Start a command on a host, its output in a file."""
+    def start(self, command: Sequence[str], output: Path, cwd: Path) -> subprocess.Popen:
+        """Start a command on the first host, its output in a file."""
         environment = {
             **os.environ,
             "PATH": f"{self.folder / 'bin'}:{_path()}",
@@ -115,7 +113,7 @@ class Hosts:
         }
         with output.open("wb") as file:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.names[host], *command],
+                ["ip", "netns", "exec", self.names[0], *command],
                 cwd=cwd,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -123,10 +121,10 @@ class Hosts:
                 stderr=subprocess.STDOUT,
             )
 
-    def processes(self, host: int) -> list[psutil.Process]:
-        """Return what runs on a host beside its ssh daemons and whatever pytest started there."""
+    def processes(self) -> list[psutil.Process]:
+        """Return what runs on the hosts beside their ssh daemons and whatever pytest started there."""
         ours = {process.pid for process in psutil.Process().children(recursive=True)}
-        found = [p for p in self._processes(self.names[host]) if p.pid not in ours]
+        found = [p for name in self.names for p in self._processes(name) if p.pid not in ours]
         return [process for process in found if _name(process) not in ("sshd", "")]
 
     def cut_link(self, host: int) -> None:

@@ -28,6 +28,7 @@ def test_an_amount_is_finite_and_above_0(text):
         ["estimate", "--deepspeed_config", "x.json", "--memory", "nan"],
         ["sweep", "--deepspeed_config", "x.json", "--sweep", "y.json", "--timeout", "inf"],
         ["parity", "x.json", "--steps", "0"],
+        ["evaluate", "model", "x.json", "--problems", "-1"],
     ],
 )
 def test_commands_refuse_them(arguments, tmp_path, monkeypatch, capsys):

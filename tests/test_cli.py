@@ -238,12 +238,6 @@ def _write_base_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def test_a_negative_number_of_problems_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["evaluate", "model", "quickstart/cpt.json", "--problems", "-1"])
-    assert "from 0" in capsys.readouterr().err
-
-
 def test_a_command_without_the_recipes_packages_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "ds_fp8.report.page", raising=False)
     monkeypatch.setitem(sys.modules, "jinja2", None)

@@ -141,8 +141,6 @@ def test_the_configuration_names_layers_in_full_and_the_scales_type(trained):
         "modules_to_not_convert": ["lm_head"],
         "ignored_layers": ["lm_head"],
     }
-    stored = tensors(trained[0] / "compressed-tensors")
-    assert stored["model.layers.0.mlp.up_proj.weight_scale"].shape == (2, 2)
 
 
 def test_files_are_checksummed_and_readable_by_all(trained):

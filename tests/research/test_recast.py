@@ -11,7 +11,7 @@ from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.layers.attention.hadamard import signs
 from ds_fp8.layers.convert import convert
 from tests.layers.hugging_face import causal_lm
-from tests.layers.linears import fp8_linear
+from tests.layers.linears import fp8_linear, results_of
 
 E2M1 = torch.tensor([0, 1, 2, 4, 0.5, 1.5, 3, 6], dtype=torch.float64)
 TOKENS, INPUTS, OUTPUTS = 40, 96, 64
@@ -59,12 +59,6 @@ def forward_operands(linear, x, random=True):
     """Fprop's operands in FP64, what of them is clipped, and its rotation."""
     f = hadamard(INPUTS, random)
     return *mxfp4(x.double() @ f, True), *mxfp4(linear.weight.detach().double() @ f, True), f
-
-
-def results_of(linear, x, dy):
-    leaf = x.clone().requires_grad_()
-    y = linear(leaf)
-    return [y.detach(), *torch.autograd.grad(y, [leaf, linear.weight], dy)]
 
 
 @pytest.mark.parametrize("save", ["fp8", "bf16"])

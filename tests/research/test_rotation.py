@@ -12,7 +12,7 @@ from ds_fp8.export.plan import make_plan
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
-from tests.layers.linears import fp8_linear
+from tests.layers.linears import fp8_linear, results_of
 
 HALO2 = {"fprop": "in_features", "dgrad": "tokens"}
 EVERY = {**HALO2, "wgrad": "in_features"}
@@ -32,12 +32,6 @@ SECTIONS = {
 
 def section_of(section, rotation):
     return {**section, "linear": {"backend": "reference", "rotation": rotation}, "monitor": {"every": 1}}
-
-
-def results_of(linear, x, dy):
-    leaf = x.clone().requires_grad_()
-    y = linear(leaf)
-    return [y.detach(), *torch.autograd.grad(y, [leaf, linear.weight], dy)]
 
 
 def errors(results, expected):

@@ -15,6 +15,7 @@ from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.research.recipe import channel_factors
 from tests.layers.hugging_face import causal_lm
+from tests.layers.linears import results_of
 from tests.numerics import error
 
 CHANNEL = 3
@@ -50,12 +51,7 @@ def test_where_casts_are_exact_nothing_changes(save):
         linear={"backend": "reference", "smooth_swiglu": True}, activations={"save": save}, monitor={"every": 0}
     )
     smooth.__class__, smooth.recipe = FP8Linear, replace(recipe_from_config(fp8), smooth=True)
-    results = []
-    for layer in (linear, smooth):
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf)
-        results.append([y, *torch.autograd.grad(y, [leaf, layer.weight], dy)])
-    for result, expected in zip(*results, strict=True):
+    for result, expected in zip(results_of(smooth, x, dy), results_of(linear, x, dy), strict=True):
         assert torch.equal(result, expected)
 
 

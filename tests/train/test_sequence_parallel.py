@@ -156,19 +156,6 @@ def test_what_cannot_be_shared_is_refused(tiny, write, tmp_path, changes, world,
     assert error.value.key == key
 
 
-def heads_refused(file, cache):
-    os.environ["DS_FP8_CACHE"] = cache
-    with pytest.raises(UserError, match="3 heads, and 1 of keys and values, cannot be spread over 2 ranks"):
-        train(load_stage(file))
-
-
-def test_heads_that_cannot_be_spread_are_refused(tiny, write, tmp_path, cache_home, two):
-    changes = {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 1}
-    raw = stage_of(tiny, tmp_path / "run", 2)
-    raw["model"]["config"] |= changes
-    two(heads_refused, str(write(raw)), str(cache_home))
-
-
 def slices(file, cache):
     """This rank's slices of two rows, and how many of their tokens carry loss."""
     os.environ["DS_FP8_CACHE"] = cache

@@ -203,7 +203,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["deepspeed", "one GPU a rank", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_the_launchers_set_these_variables(name, tmp_path):
     """The launchers that are installed, asked: each rank writes its environment down."""
     variables, command = COMMANDS[name]

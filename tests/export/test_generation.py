@@ -12,7 +12,7 @@ from ds_fp8.export.folder import make_savable, write_folder
 from ds_fp8.export.plan import make_plan
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model, load_model_config
-from tests.corpus import DOCUMENTS
+from tests.train.tiny_stage import TINY
 
 VICUNA = {"temperature": 0.9, "top_p": 0.6, "max_length": 4096}
 
@@ -58,17 +58,13 @@ def model(tmp_path):
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def test_a_base_model_is_savable_once_it_is_loaded(model, tmp_path, caplog):
+def test_a_base_model_is_savable_once_it_is_loaded(model, tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", "ds_fp8")
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "base/generation_config.json").write_text(json.dumps(VICUNA))
     file = tmp_path / "stage.json"
-    data = {**DOCUMENTS, "sequence_length": 64}
-    train = {"run_dir": str(tmp_path / "run"), "steps": 1}
-    batch = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
-    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
-    sections = {"zero_optimization": {"stage": 3}, "model": {"path": str(tmp_path / "base")}}
-    file.write_text(json.dumps(batch | optimizer | sections | {"data": data, "train": train}))
+    file.write_text(json.dumps(TINY | {"model": {"path": str(tmp_path / "base")}}))
     stage = load_stage(file)
     loaded = build_model(stage, load_model_config(stage, build_tokenizer(stage.data)))
     assert "temperature 0.9, top_p 0.6 had no effect" in caplog.text

@@ -121,8 +121,16 @@ def adapters(model) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+LORA = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "MLP": {"target_modules": ["down_proj"]},
+    "all": {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+}
+
+
 @pytest.mark.parametrize("order", ["adapters first", "conversion first", "conversion around"])
-def test_adapters_stay_bf16_and_every_one_gets_its_gradient(order):
+@pytest.mark.parametrize("targets", LORA)
+def test_adapters_stay_bf16_and_every_one_gets_its_gradient(targets, order):
     """Beside a model that computes its frozen linears in FP8 too, and is not fused."""
 
     def build(fuse):
@@ -131,8 +139,7 @@ def test_adapters_stay_bf16_and_every_one_gets_its_gradient(order):
         if order != "adapters first":
             convert(model, section)
         torch.manual_seed(1)
-        lora = LoraConfig(r=8, init_lora_weights=False, target_modules="all-linear", modules_to_save=["lm_head"])
-        model = get_peft_model(model, lora).bfloat16()
+        model = get_peft_model(model, LoraConfig(r=8, init_lora_weights=False, **LORA[targets])).bfloat16()
         conversion = convert(model, section) if order != "conversion first" else None
         ids = tokens()
         model(input_ids=ids, labels=ids).loss.backward()

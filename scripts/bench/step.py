@@ -82,6 +82,8 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
 
     def adapted(model: Any) -> Any:
+        if "liger" in choices:  # before adapters wrap experts, whose sizes Liger asks for
+            apply_liger(model)
         if not options.lora:
             return model
         import peft
@@ -103,8 +105,6 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if in_torch:
         return PlainEngine(model, choices, 3e-4)
-    if "liger" in choices:
-        apply_liger(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ds_fp8.initialize(model=model, model_parameters=trained, config=ds_config)[0]
 

@@ -75,8 +75,7 @@ def plain_choices(variant: str) -> list[str] | None:
 def apply_liger(model: torch.nn.Module) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    of_peft = hasattr(model, "get_base_model")
-    _apply_liger_kernel_to_instance(model=model.get_base_model() if of_peft else model)
+    _apply_liger_kernel_to_instance(model=model)
 
 
 class PlainEngine:
@@ -89,8 +88,6 @@ class PlainEngine:
         if int(os.environ["WORLD_SIZE"]) > 1:
             raise UserError("plain torch is measured on one GPU", key="--gpus", remedy="--gpus 1")
         self.module = model
-        if "liger" in choices:
-            apply_liger(model)
         if "compile" in choices:
             model.compile()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

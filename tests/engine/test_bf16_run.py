@@ -2,14 +2,12 @@
 
 import deepspeed
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.report.runs import RunRecord
-from tests.engine.graphs_in_python import Graphs, engine_of
+from tests.engine.graphs_in_python import Graphs, engine_of, model_of
 from tests.engine.test_graph_decisions import REPLAYED, forward, train
 from tests.layers.hugging_face import causal_lm
 from tests.report.runs import finished_run
@@ -26,10 +24,7 @@ STEPS = 8
 
 def deepspeeds(_):
     """Losses and gradient norms of DeepSpeed's BF16 training."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=128)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model_of()
     section = models.config() | {"train_micro_batch_size_per_gpu": 1}
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=section)[0]
     return trained(engine)

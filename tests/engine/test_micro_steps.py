@@ -1,6 +1,5 @@
 """CUDA graphs of micro-steps, as far as a machine without a GPU knows them; tests/gpu has the rest."""
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +24,6 @@ from ds_fp8.graphs.conditions import (
 from ds_fp8.graphs.replay import CapturedGraphs, differentiable
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
-from ds_fp8.zero.collectives import GATHER, WireMeter
 from tests.zero import models
 
 
@@ -272,15 +270,3 @@ def test_outputs_with_a_gradient_are_found():
         differentiable([logits])
     with pytest.raises(ValueError, match="use_cache"):
         differentiable([loss, object()])
-
-
-def test_bytes_of_a_graph_are_counted_when_it_runs():
-    wire = WireMeter()
-    wire.add(Counter({GATHER: 5}))
-    sent = wire.sent()
-    wire.add(Counter({GATHER: 7}))
-    more = wire.sent() - sent
-    wire.subtract(more)
-    assert wire.sent()[GATHER] == 5
-    wire.add(more)
-    assert wire.take()[GATHER] == 12

@@ -64,11 +64,7 @@ def losses(size, length, steps, parts=2):
 
 def report_and_meter(section):
     """What the start report says of the exchange, and the bytes of a step as an engine's meter has them."""
-    packed_attention.register()
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64}
-    model = causal_lm("qwen3", **sizes, attn_implementation="packed")
-    config = {**models.config(section), "train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": RANKS}
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = initialized(RANKS, 64, section=section)
     ids = torch.arange(32)[None]
     batch = {"input_ids": ids, "position_ids": 32 * dist.get_rank() + ids, "labels": ids, "shift_labels": ids}
     engine.fp8.wire.take()
@@ -218,12 +214,11 @@ def logits_by_rank(size, rope):
     return engine(input_ids=ids, position_ids=places, use_cache=False).logits.detach().float()
 
 
-@pytest.mark.parametrize("kind", ["yarn", "longrope"])
-def test_ranks_rotate_slices_as_one_rotates_rows(ranks, new_ranks, kind):
-    factors = {"short_factor": [4.0] * 32, "long_factor": [4.0] * 32} if kind == "longrope" else {}
-    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 20, **factors}
-    split = torch.cat(new_ranks(RANKS, logits_by_rank, RANKS, rope), 1)
-    assert torch.equal(split, ranks(RANKS, logits_by_rank, 1, rope)[0])
+def test_ranks_rotate_slices_as_one_rotates_rows(ranks, new_ranks):
+    for kind, factors in {"yarn": {}, "longrope": {"short_factor": [4.0] * 32, "long_factor": [4.0] * 32}}.items():
+        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 20, **factors}
+        split = torch.cat(new_ranks(RANKS, logits_by_rank, RANKS, rope), 1)
+        assert torch.equal(split, ranks(RANKS, logits_by_rank, 1, rope)[0]), kind
 
 
 def loss_of_two_rows(sizes):
@@ -240,13 +235,10 @@ def loss_of_two_rows(sizes):
     return engine(input_ids=ids, position_ids=places, shift_labels=ids, labels=ids, use_cache=False).loss.item()
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"train_batch_size": 2}, {"train_batch_size": 4, "gradient_accumulation_steps": 2}], ids=str
-)
-def test_rows_of_a_micro_batch_follow_from_those_of_a_step(new_ranks, sizes):
-    assert new_ranks(RANKS, loss_of_two_rows, sizes) == new_ranks(
-        RANKS, loss_of_two_rows, {"train_micro_batch_size_per_gpu": 2}
-    )
+def test_rows_of_a_micro_batch_follow_from_those_of_a_step(new_ranks):
+    expected = new_ranks(RANKS, loss_of_two_rows, {"train_micro_batch_size_per_gpu": 2})
+    for sizes in ({"train_batch_size": 2}, {"train_batch_size": 4, "gradient_accumulation_steps": 2}):
+        assert new_ranks(RANKS, loss_of_two_rows, sizes) == expected, sizes
 
 
 def logits_of_the_last_engine(*sizes, attention):
@@ -264,8 +256,7 @@ def logits_of_the_last_engine(*sizes, attention):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are kernels, and NCCL")
-@pytest.mark.parametrize("attention", ["e4m3", "bf16"])
-@pytest.mark.parametrize("before", [1, RANKS])
+@pytest.mark.parametrize(("before", "attention"), [(1, "e4m3"), (RANKS, "bf16")])
 def test_a_model_whose_attention_an_engine_before_had_in_fp8(new_ranks, before, attention):
     function = functools.partial(logits_of_the_last_engine, attention=attention)
     found = new_ranks(RANKS, function, before, RANKS)  # first: groups of ranks stay with the processes
@@ -285,11 +276,11 @@ def warned_of_positions(given, documents):
     return [str(one.message) for one in caught if "position_ids of whole rows" in str(one.message)]
 
 
-@pytest.mark.parametrize(("given", "documents", "times"), [(True, 32, 0), (True, 12, 0), (True, 8, 0), (False, 32, 1)])
-def test_a_batch_without_positions_is_warned_of(new_ranks, given, documents, times):
+def test_a_batch_without_positions_is_warned_of(new_ranks):
     """transformers fills in those of the slice, which are those of a row of two documents."""
-    for said in new_ranks(RANKS, warned_of_positions, given, documents):
-        assert len(said) == times
+    for given, length, times in ((True, 32, 0), (True, 12, 0), (True, 8, 0), (False, 32, 1)):
+        for said in new_ranks(RANKS, warned_of_positions, given, length):
+            assert len(said) == times, (given, length)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0, None])

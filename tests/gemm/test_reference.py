@@ -23,8 +23,7 @@ def random(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=generator) * spread
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(("scale", "out_dtype"), [("pow2", torch.float32), ("fp32", torch.bfloat16)])
 @pytest.mark.parametrize(("a_granularity", "b_granularity"), list(itertools.product(NATIVE_GRANULARITIES, repeat=2)))
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_product_of_dequantised_operands(m, k, n, a_granularity, b_granularity, scale, out_dtype):

@@ -18,7 +18,7 @@ from tests.zero import models, test_frozen_weights, test_one_rank
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
 from tests.zero.test_gradient_reduce import OPTIONS
 from tests.zero.test_gradient_wire import laid_out
-from tests.zero.test_options import CASES, LOSS_GAP, resumed, train_and_look
+from tests.zero.test_options import CASES, LOSS_GAP, engine_of, train_and_look
 from tests.zero.test_parameter_gather import gather, gathered_against_whole
 from tests.zero.test_training import QUIET, assert_same, losses_and_weights, step_with_overflow
 
@@ -139,6 +139,16 @@ def test_options(gpu_ranks, case):
     for (losses, _, _, left_behind, wrong), (twin, *_) in zip(fp8, bf16, strict=True):
         assert (left_behind, wrong) == (0, 0)
         assert losses == pytest.approx(twin, rel=LOSS_GAP)
+
+
+def resumed(folder):
+    engine = engine_of("accumulation", True)
+    models.train(engine, 2)
+    engine.save_checkpoint(folder, tag="middle")
+    onward = models.train(engine, 2, start=2)
+    again = engine_of("accumulation", True)
+    again.load_checkpoint(folder, tag="middle")
+    return onward, models.train(again, 2, start=2)
 
 
 @two_gpus

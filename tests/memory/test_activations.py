@@ -115,23 +115,35 @@ def test_other_architectures(model, error, section):
 
 
 @pytest.mark.parametrize(
-    ("model", "train"),
-    [(MOE, {}), (SHARED_EXPERT, {}), (MOE, {"lora": {}})],
-    ids=["experts", "a shared one beside", "adapters on them"],
+    ("model", "train", "case"),
+    [
+        *((MOE, {}, case) for case in EXPERTS),
+        *((SHARED_EXPERT, {}, case) for case in ("fused", "bf16", "multiplied in fp8")),
+        *((MOE, {"lora": {}}, case) for case in ("fused", "multiplied in fp8", "gate and up again")),
+    ],
 )
-@pytest.mark.parametrize("section", EXPERTS.values(), ids=EXPERTS)
-def test_layers_with_experts(section, model, train):
-    raw = workloads.stage(fp8=section, zero_optimization={"stage": 3}, model={"config": model}, train=train)
-    if train and not section.get("enabled", True):
-        with pytest.raises(UserError, match="adapters on experts that stay in BF16"):
-            read_workload(raw)
-        return
+def test_layers_with_experts(model, train, case):
+    raw = workloads.stage(fp8=EXPERTS[case], zero_optimization={"stage": 3}, model={"config": model}, train=train)
     kept, expected = measured_and_estimated(raw, 2, 128)
     assert kept == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("section", [{}, {"fuse": "off"}, {"preset": "tensorwise"}, {"enabled": False}, MULTIPLIED])
-@pytest.mark.parametrize("tokens", [2048, 2048 + 3 * 128, 2048 + 77])
+def test_adapters_on_experts_in_bf16_are_refused():
+    raw = workloads.stage(fp8={"enabled": False}, model={"config": MOE}, train={"lora": {}})
+    with pytest.raises(UserError, match="adapters on experts that stay in BF16"):
+        read_workload(raw)
+
+
+@pytest.mark.parametrize(
+    ("section", "tokens"),
+    [
+        *((section, 2048 + 77) for section in ({}, {"fuse": "off"}, {"preset": "tensorwise"}, {"enabled": False})),
+        (MULTIPLIED, 2048 + 77),
+        (MULTIPLIED, 2048 + 3 * 128),
+        ({}, 2048 + 3 * 128),
+        ({}, 2048),
+    ],
+)
 def test_long_rows_keep_what_shorter_ones_say(section, tokens):
     """Measured at few tokens and continued: the same as measured at all of them."""
     model = MOE if section is MULTIPLIED else {}

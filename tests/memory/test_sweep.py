@@ -302,7 +302,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("status", DEEDS)
 def test_how_a_point_ends(run, tmp_path, status):
-    outcome = run(DEEDS[status], STEPS.get(status, 3), 8 if status == "timeout" else 60)
+    outcome = run(DEEDS[status], STEPS.get(status, 3), 4 if status == "timeout" else 60)
     assert outcome["status"] == status
     if status == "ok":
         assert outcome["peak_bytes"] == 20

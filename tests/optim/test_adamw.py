@@ -321,8 +321,7 @@ def through_a_file(state_dict: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "compact"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(precision, dtype, compact):
     whole, _, losses = trained(precision, 12, dtype)

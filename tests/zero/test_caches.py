@@ -35,7 +35,7 @@ def train(section, kind: str, segments: tuple[int, ...], loss_on_all: bool):
 
 @pytest.mark.parametrize(
     ("kind", "segments", "loss_on_all"),
-    [("qwen3", (16, 16), False), ("llama", (16, 16), False), ("llama", (8, 8, 16), False), ("llama", (16, 16), True)],
+    [("qwen3", (16, 16), False), ("llama", (8, 8, 16), False), ("llama", (16, 16), True)],
 )
 def test_keys_and_values_of_an_earlier_forward_learn(ranks, kind, segments, loss_on_all):
     fused = ranks(2, train, {"monitor": {"every": 0}}, kind, segments, loss_on_all)[0]

@@ -69,8 +69,8 @@ def losses(section, layer, when):
         (ReadsByAMethod, "inside leaf modules"),
     ],
 )
-def test_training_follows_bf16(ranks, layer, when):
-    fp8, bf16 = ranks(2, losses, QUIET, layer, when), ranks(2, losses, {"enabled": False}, layer, when)
+def test_training_follows_bf16(ranks, baseline, layer, when):
+    fp8, bf16 = ranks(2, losses, QUIET, layer, when), baseline(2, losses, {"enabled": False}, layer, "before")
     for (found, skipped, weights), (twin, _, twin_weights) in zip(fp8, bf16, strict=True):
         assert skipped == 0
         assert found == pytest.approx(twin, rel=0.02)

@@ -28,8 +28,15 @@ def loaded(folder, architecture):
     return result, sharded
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("files", ["one file", "several files"])
+@pytest.mark.parametrize(
+    ("architecture", "files"),
+    [
+        ("qwen3_moe", "one file"),
+        ("qwen3_moe", "several files"),
+        ("mixtral", "several files"),
+        ("deepseek_v3", "one file"),
+    ],
+)
 def test_experts_are_those_of_the_files(ranks, tmp_path, architecture, files):
     mixture(architecture).save_pretrained(tmp_path, max_shard_size="200KB" if files == "several files" else "5GB")
     written = list(tmp_path.glob("*.safetensors"))

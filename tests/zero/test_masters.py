@@ -70,8 +70,7 @@ def train(master, scale, sizes=(131, 301)):
     return losses, kept, memory, coded
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
+@pytest.mark.parametrize(("world", "scale"), [(1, "pow2"), (2, "fp32"), (3, "pow2"), (4, "fp32")])
 def test_a_run_is_that_of_fp32_masters(ranks, world, scale):
     fp32, coded = (ranks(world, train, master, scale) for master in ("fp32", "fp8_plus16"))
     assert_like_fp32(fp32, coded)
@@ -106,8 +105,7 @@ def skipped(moments, written, sizes=SIZES):
     return before, state(engine), numbers, models.bf16_weights(engine)
 
 
-@pytest.mark.parametrize("written", [False, True])
-@pytest.mark.parametrize("moments", [False, True])
+@pytest.mark.parametrize(("moments", "written"), [(False, True), (True, False)])
 def test_a_skipped_step_changes_nothing(ranks, moments, written):
     for before, after, numbers, later in ranks(2, skipped, moments, written):
         assert_same(before, after)
@@ -234,12 +232,18 @@ def stock(folder, saved):
     return {name: numbers.detach().float() for name, numbers in weights.items()}, models.train(engine, 4, start=5)
 
 
-@pytest.mark.parametrize("saved", ["universal", "script", "bf16"])
-def test_stock_deepspeed_trains_on(ranks, tmp_path, saved):
-    folder = str(tmp_path)
+@pytest.fixture(scope="module")
+def compact_run(ranks, tmp_path_factory):
+    """The folder of a run with compact's states, saved in every way, and what `compact` says of it."""
+    folder = str(tmp_path_factory.mktemp("compact"))
     runs = ranks(2, compact, folder)
-    if saved == "universal":
-        to_universal(folder, "five")
+    to_universal(folder, "five")
+    return folder, runs
+
+
+@pytest.mark.parametrize("saved", ["universal", "script", "bf16"])
+def test_stock_deepspeed_trains_on(ranks, compact_run, saved):
+    folder, runs = compact_run
     for (state, numbers, losses), (found, on) in zip(runs, ranks(2, stock, folder, saved), strict=True):
         rounded = {name: master.bfloat16().float() for name, master in numbers.items()}
         assert_same({"universal": state, "script": numbers, "bf16": rounded}[saved], found)
@@ -287,7 +291,7 @@ def sharded_by_hand(scale):
 
 def test_outlier_channels_and_weights_that_left_fp8(ranks):
     for losses, numbers, master, name in ranks(2, sharded_by_hand, "fp32"):
-        assert losses == sorted(losses, reverse=True) or losses[-1] < losses[0]
+        assert losses[-1] < losses[0]
         assert torch.equal(numbers[name], master.bfloat16())
 
 
@@ -349,7 +353,7 @@ def other_masters(folder, split, moments, threshold, prepared):
         (1, "fp32", 300, {}),
         (2, "bf16", 0, {}),
         (3, "fp32", 8000, {"born_sharded": True}),
-        (4, "bf16", 0, {"prepare": tie}),
+        (2, "bf16", 0, {"prepare": tie}),
     ],
 )
 def test_masters_of_what_is_gathered_in_bf16_are_fp32(ranks, tmp_path, world, moments, threshold, prepared):

@@ -29,11 +29,11 @@ def forward_and_backward(engine, tokens):
     torch.autograd.backward([loss], [torch.ones_like(loss)])
 
 
-def broken_off(where, interrupted):
-    """Losses and masters of four steps; before the last a micro-step breaks off in `where` and is abandoned."""
+def broken_off(where):
+    """Losses and masters of five steps; after three a micro-step breaks off in `where`, if any, and is abandoned."""
     engine = built()
     losses = models.train(engine, 3)
-    if interrupted:
+    if where is not None:
         micro_step = MicroStep(engine)
         assert micro_step.ready
         micro_step.reset()
@@ -58,9 +58,9 @@ def broken_off(where, interrupted):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_micro_step_that_is_abandoned_leaves_nothing(ranks, where):
+def test_a_micro_step_that_is_abandoned_leaves_nothing(ranks, baseline, where):
     for (losses, parts), (expected, wanted) in zip(
-        ranks(2, broken_off, where, True), ranks(2, broken_off, where, False), strict=True
+        ranks(2, broken_off, where), baseline(2, broken_off, None), strict=True
     ):
         assert losses == expected
         assert all(torch.equal(*pair) for pair in zip(parts, wanted, strict=True))

@@ -40,11 +40,8 @@ def tie(model):
 
 CASES = {
     "plain": {},
-    "leaf modules": {"prepare": make_leaves},
-    "recompute": {"recompute": True},
     "recompute in leaf modules": {"recompute": True, "prepare": make_leaves},
     "accumulation": {"config": {"gradient_accumulation_steps": 3}},
-    "zero.Init": {"born_sharded": True},
     "zero.Init in leaf modules": {"born_sharded": True, "prepare": make_leaves},
     "optimizer offload": {
         "config": {"zero_force_ds_cpu_optimizer": False},
@@ -111,8 +108,8 @@ def count_wrong(engine, weights):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training(ranks, baseline, case):
-    fp8, bf16 = ranks(2, train_and_look, case, True), baseline(2, train_and_look, twin_of(case), False)
+def test_training(baseline, case):
+    fp8, bf16 = baseline(2, train_and_look, case, True), baseline(2, train_and_look, twin_of(case), False)
     for (losses, norm, gathered, left_behind, wrong), (twin, twin_norm, twin_gathered, _, _) in zip(
         fp8, bf16, strict=True
     ):
@@ -126,7 +123,13 @@ def test_training(ranks, baseline, case):
         assert twin_gathered - gathered >= 0.47 * 2 * layers / 2
 
 
-@pytest.mark.parametrize("case", ["plain", "zero.Init", "tied embeddings", "a frozen layer"])
+def test_offloading_the_optimizer_changes_the_order_of_sums_alone(baseline):
+    """DeepSpeed then sums the gradient norm in another order, so the last bits differ."""
+    offloaded, plain = (baseline(2, train_and_look, case, True)[0] for case in ("optimizer offload", "plain"))
+    assert offloaded[0] == pytest.approx(plain[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("case", ["plain", "zero.Init in leaf modules", "tied embeddings", "a frozen layer"])
 def test_training_on_three_ranks(ranks, case):
     for losses, _, _, left_behind, wrong in ranks(3, train_and_look, case, True):
         assert (left_behind, wrong) == (0, 0)
@@ -155,21 +158,6 @@ def test_saved_models_hold_the_master_weights(ranks, world, tmp_path):
         assert fp32.keys() == bf16.keys()
         assert all(fp32.values()), fp32
         assert all(bf16.values()), bf16
-
-
-def resumed(folder):
-    engine = engine_of("accumulation", True)
-    models.train(engine, 2)
-    engine.save_checkpoint(folder, tag="middle")
-    onward = models.train(engine, 2, start=2)
-    again = engine_of("accumulation", True)
-    again.load_checkpoint(folder, tag="middle")
-    return onward, models.train(again, 2, start=2)
-
-
-def test_a_resumed_run_repeats_the_first_bit_for_bit(ranks, tmp_path):
-    for onward, again in ranks(2, resumed, str(tmp_path)):
-        assert onward == again
 
 
 def causal_lm(leaf):
@@ -223,21 +211,3 @@ def test_generation_between_steps(ranks, leaf):
         assert losses == plain
         assert (linears, left) == (14, 0)
     assert torch.equal(results[0][0], results[1][0])
-
-
-def evaluate_without_optimizer():
-    ds_config = models.config(QUIET)
-    del ds_config["optimizer"]
-    torch.manual_seed(0)
-    model = models.Net().bfloat16()
-    engine = ds_fp8.initialize(model=model, config=ds_config)[0]
-    trained = models.build(models.config(QUIET))
-    with torch.no_grad():
-        for one in (engine, trained):
-            one.eval()
-        return [one(models.batch(7, 0).to(one.device)).item() for one in (engine, trained)]
-
-
-def test_an_engine_without_optimizer_evaluates(ranks):
-    for alone, trained in ranks(2, evaluate_without_optimizer):
-        assert alone == pytest.approx(trained, rel=1e-6)

@@ -54,10 +54,15 @@ def operands_of_whole_weights(section, sizes):
     return same, channels, sum(weight.has_room for weight in shards)
 
 
-@pytest.mark.parametrize("scale", ["fp32", "pow2"])
 @pytest.mark.parametrize(
-    ("world", "sizes", "room"),
-    [(1, CUT_ROWS, 6), (2, CUT_ROWS, 0), (3, CUT_ROWS, 0), (2, WHOLE_ROWS, 6), (3, WHOLE_ROWS, 6), (4, WHOLE_ROWS, 6)],
+    ("world", "sizes", "room", "scale"),
+    [
+        (1, CUT_ROWS, 6, "pow2"),
+        (2, CUT_ROWS, 0, "fp32"),
+        (3, CUT_ROWS, 0, "pow2"),
+        (2, WHOLE_ROWS, 6, "pow2"),
+        (4, WHOLE_ROWS, 6, "fp32"),
+    ],
 )
 def test_operands_are_those_of_the_whole_master(ranks, world, sizes, room, scale):
     section = {**SECTION, "linear": {"weight": {"scale": scale}}}
@@ -81,7 +86,7 @@ def losses_and_channels(room, section, sizes, steps):
     return losses, {name: linear.recipe.outliers.channels.tolist() for name, linear in linears(engine)}
 
 
-@pytest.mark.parametrize(("world", "channels"), [(1, 128), (2, 4), (3, 128), (4, 65)])
+@pytest.mark.parametrize(("world", "channels"), [(1, 128), (2, 4), (3, 65)])
 def test_blocks_that_gathers_bring_change_no_number(ranks, world, channels):
     """From the first step on, whose forward finds the channels, and where measured steps change them."""
     section = {**SECTION, "linear": {"outlier_channels": channels}, "monitor": {"every": 2}}
@@ -187,13 +192,6 @@ def kernel_and_reference(master, sizes):
     return pairs
 
 
-RESIDUALS = [
-    (3, "fp32", CUT_ROWS),
-    (2, "fp32", WHOLE_ROWS),
-    (2, "fp8_plus16", WHOLE_ROWS),
-]
-
-
 def assert_nearly_equal(expected, found):
     """Triton's interpreter rounds to FP8 in its own way (tests/casts/test_kernels.py); places are what is compared."""
     assert torch.equal(expected.bitwise_and(0x7F) > 8, found.bitwise_and(0x7F) > 8) or (
@@ -203,11 +201,11 @@ def assert_nearly_equal(expected, found):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_kernel_writes_those_of_one_rank(world, dtype):
+@pytest.mark.parametrize(("rank", "world"), [(0, 1), (1, 2)])
+def test_the_kernel_writes_those_of_one_rank(rank, world, dtype):
     kernels = pytest.importorskip("ds_fp8.zero.cast_triton", reason="Triton is not installed")
     spec = CastSpec(granularity="128x128", scale="fp32")
-    weights = weights_of(0, world, "128x128", DEVICE, spec=spec, channels=65)
+    weights = weights_of(rank, world, "128x128", DEVICE, spec=spec, channels=65)
     masters = [torch.randn(weight.shard.shape, device=DEVICE) * 0.02 for weight in weights]
     shards = {weight: shard.to(dtype) for weight, shard in shards_of(masters, weights).items()}
     cast, scales = ReferenceShardCast(weights, spec), buffer_of(weights)
@@ -229,10 +227,9 @@ def test_the_kernel_writes_those_of_one_rank(world, dtype):
     assert_nearly_equal(*(torch.cat([one.flatten() for one in results]) for results in (expected, found)))
 
 
-@pytest.mark.parametrize(("world", "master", "sizes"), RESIDUALS)
-def test_the_kernel_writes_what_the_reference_does(ranks, world, master, sizes):
+def test_the_kernel_writes_what_the_reference_does_from_masters_of_codes(ranks):
     pytest.importorskip("triton")
-    for pairs in ranks(world, kernel_and_reference, master, sizes):
+    for pairs in ranks(2, kernel_and_reference, "fp8_plus16", WHOLE_ROWS):
         for expected, found in pairs:
             assert_nearly_equal(expected, found)
 
@@ -303,7 +300,7 @@ def other_numbers_of_channels(folder, saved, resumed, silent=False):
     return {len(linear.recipe.outliers.channels) for _, linear in linears(engine)}, losses, said
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(64, 128), (128, 64), (128, 4)])
+@pytest.mark.parametrize(("saved", "resumed"), [(64, 128), (128, 4)])
 def test_another_number_of_channels_than_in_the_checkpoint_finds_them_again(ranks, tmp_path, saved, resumed):
     counts, losses, said = ranks(2, other_numbers_of_channels, str(tmp_path), saved, resumed)[0]
     assert counts == {resumed}

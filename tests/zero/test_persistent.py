@@ -62,17 +62,3 @@ def test_they_hold_the_new_masters_and_travel_in_one_launch(ranks, world, thresh
         assert launched.count(len(values)) == (world > 1)
         assert waits == 0
         assert stock_waits == (world > 1)
-
-
-def destroyed(_):
-    engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=400))
-    first = engine.optimizer.persistent_parameters[0]
-    wrapped = "ds_fp8" in first.all_gather_coalesced.__module__
-    engine.destroy()
-    return wrapped, first.all_gather_coalesced.__module__
-
-
-def test_it_ends_with_the_engine(new_ranks):
-    wrapped, after = new_ranks(1, destroyed, None)[0]
-    assert wrapped
-    assert "ds_fp8" not in after

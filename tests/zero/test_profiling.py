@@ -3,7 +3,6 @@
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ds_fp8.zero import streams
 from tests.engine.graphs_in_python import Graphs, engine_of
 from tests.zero import models
 
@@ -73,7 +72,3 @@ def replayed(_):
 
 def test_so_has_a_replay(ranks):
     assert ranks(2, replayed, None) == [2, 2]  # forward and backward
-
-
-def test_without_a_profiler_there_is_one_context_for_all():
-    assert streams.profiled("cast") is streams.profiled("step")

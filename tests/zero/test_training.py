@@ -32,33 +32,22 @@ BASE = (losses_and_weights, models.config(QUIET))
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "recompute", "leaf"),
     [
-        {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8},
-        {"stage3_prefetch_bucket_size": 50000},
-        {"overlap_comm": True},
-        {"contiguous_gradients": False, "reduce_bucket_size": 50000},
-        {"sub_group_size": 50000},
+        ({"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8}, False, False),
+        ({"stage3_prefetch_bucket_size": 50000}, False, False),
+        ({"overlap_comm": True}, False, False),
+        ({"contiguous_gradients": False, "reduce_bucket_size": 50000}, False, False),
+        ({"sub_group_size": 50000}, False, False),
+        ({}, True, False),
+        ({}, False, True),
+        ({}, True, True),
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=str,
 )
-def test_zero_options_change_nothing(ranks, baseline, changes):
-    """Prefetch, overlap, buckets and sub-groups are about when and where, not about what."""
-    config = models.config(QUIET, **changes)
-    for left, right in zip(baseline(2, *BASE), ranks(2, losses_and_weights, config), strict=True):
-        assert_same(left, right)
-
-
-def test_optimizer_offload_follows_training_without_it(ranks, baseline):
-    """DeepSpeed sums the gradient norm in another order when it offloads, so the last bits differ."""
-    offloaded = models.config(QUIET, offload_optimizer={"device": "cpu"}) | {"zero_force_ds_cpu_optimizer": False}
-    assert ranks(2, losses_and_weights, offloaded)[0][0] == pytest.approx(baseline(2, *BASE)[0][0], rel=1e-3)
-
-
-@pytest.mark.parametrize("variant", [{"recompute": True}, {"leaf": True}, {"recompute": True, "leaf": True}], ids=str)
-def test_recompute_and_leaf_modules_change_nothing(ranks, baseline, variant):
-    arguments = (variant.get("recompute", False), variant.get("leaf", False))
-    varied = ranks(2, losses_and_weights, models.config(QUIET), *arguments)
+def test_when_and_where_change_nothing(ranks, baseline, changes, recompute, leaf):
+    """Prefetch, overlap, buckets and sub-groups; what is recomputed; leaf modules."""
+    varied = ranks(2, losses_and_weights, models.config(QUIET, **changes), recompute, leaf)
     for left, right in zip(baseline(2, *BASE), varied, strict=True):
         assert_same(left, right)
 
@@ -116,24 +105,6 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ranks, world, value, grad_re
         assert unchanged
         assert skipped == 1
         assert all(loss == loss and loss < 10 for loss in losses)
-
-
-def evaluate_between_steps():
-    engine = models.build(models.config(QUIET))
-    losses = models.train(engine, 2)
-    engine.eval()
-    with torch.no_grad():
-        first, second = (engine(models.batch(99, 0).to(engine.device)).item() for _ in range(2))
-    engine.train()
-    return losses + models.train(engine, 2, start=2), first, second
-
-
-def test_evaluation_between_steps_changes_nothing(ranks, baseline):
-    for (plain, _), (interrupted, first, second) in zip(
-        baseline(2, *BASE), ranks(2, evaluate_between_steps), strict=True
-    ):
-        assert plain == interrupted
-        assert first == second
 
 
 @pytest.mark.parametrize("stage", [1, 2])

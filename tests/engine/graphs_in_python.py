@@ -199,6 +199,21 @@ class Graphs(micro_steps.MicroStepGraphs):
         return with_log
 
 
+class Around(torch.nn.Module):
+    """A model around another, for forwards of somebody's own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+
+def take_step(engine, loss):
+    """Loss and gradient norm of a step."""
+    engine.backward(loss)
+    engine.step()
+    return loss.item(), float(engine.get_global_grad_norm())
+
+
 def model_of(attention: str = "sdpa", **more):
     """A small Qwen2 with weights from seed 0."""
     torch.manual_seed(0)

@@ -7,8 +7,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.report.runs import RunRecord
-from tests.engine.graphs_in_python import Graphs, engine_of, model_of
-from tests.engine.test_graph_decisions import REPLAYED, forward, train
+from tests.engine.graphs_in_python import Graphs, engine_of, model_of, take_step
+from tests.engine.test_graph_decisions import REPLAYED, forward
 from tests.layers.hugging_face import causal_lm
 from tests.report.runs import finished_run
 from tests.zero import models
@@ -32,7 +32,7 @@ def deepspeeds(_):
 
 def trained(engine):
     rank = engine.global_rank
-    return [train(engine, forward(engine, step=10 * step + rank)) for step in range(STEPS)]
+    return [take_step(engine, forward(engine, step=10 * step + rank)) for step in range(STEPS)]
 
 
 def ours(graphs):

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ds_fp8.graphs.conditions import PythonState, code_of_others
 from ds_fp8.graphs.micro_steps import PAID_AFTER
 from ds_fp8.graphs.replay import MAX_INTERVAL, CheckSchedule
-from tests.engine.graphs_in_python import Graphs, engine_of, model_of
+from tests.engine.graphs_in_python import Around, Graphs, engine_of, model_of, take_step
 
 SCHEDULE = {"factor": 1.0}
 """What the attention of these tests reads at every call."""
@@ -39,10 +39,7 @@ def train(engine, steps, before=lambda step: None):
     found = []
     for step in steps:
         before(step)
-        loss = engine(**batch(step)).loss
-        engine.backward(loss)
-        engine.step()
-        found.append((loss.item(), float(engine.get_global_grad_norm())))
+        found.append(take_step(engine, engine(**batch(step)).loss))
     return found
 
 
@@ -126,13 +123,11 @@ def test_all_ranks_end_their_graphs_where_one_has_changed(ranks):
     assert "on another rank" in found[0][0]
 
 
-class Counted(nn.Module):
+class Counted(Around):
     """A model whose result depends on a buffer that its forward writes, and on random numbers."""
 
     def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
+        super().__init__(model)
         self.register_buffer("calls", torch.zeros(()))
         self.dropout = nn.Dropout(0.1)
 
@@ -154,10 +149,7 @@ def counted(kind):
     unchecked = mock.patch.object(CheckSchedule, "due", property(lambda self: False))
     with unchecked if kind == "unchecked" else mock.MagicMock():
         for step in range(12):
-            loss = engine(**batch(step))
-            engine.backward(loss)
-            engine.step()
-            found.append((loss.item(), float(engine.get_global_grad_norm()), engine.module.calls.item()))
+            found.append((*take_step(engine, engine(**batch(step))), engine.module.calls.item()))
     random = torch.rand(3).tolist()
     outcome = engine.fp8.graphs and engine.fp8.graphs.off
     engine.destroy()
@@ -173,13 +165,8 @@ def test_training_has_the_same_bits_with_and_without_checks(ranks):
         assert ours[2].count("checked") > 3
 
 
-class Penalised(nn.Module):
+class Penalised(Around):
     """A model whose forward differentiates."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
 
     def forward(self, **kwargs):
         loss = self.model(**kwargs).loss
@@ -195,12 +182,7 @@ def penalised(captured):
     if captured:
         engine.fp8.graphs = Graphs(engine)
         log = engine.fp8.graphs.log
-    found = []
-    for step in range(8):
-        loss = engine(**batch(step))
-        engine.backward(loss)
-        engine.step()
-        found.append((loss.item(), float(engine.get_global_grad_norm())))
+    found = [take_step(engine, engine(**batch(step))) for step in range(8)]
     engine.destroy()
     return found, log, [line for line in said if "off" in line]
 
@@ -224,15 +206,9 @@ def unordered(x: torch.Tensor) -> torch.Tensor:
 unordered.register_autograd(lambda ctx, gradient: gradient)
 
 
-class Unordered(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-        self.factor = SCHEDULE
-
+class Unordered(Around):
     def forward(self, **kwargs):
-        return unordered(self.model(**kwargs).loss) * self.factor["factor"]
+        return unordered(self.model(**kwargs).loss) * SCHEDULE["factor"]
 
 
 def in_no_order(_):
@@ -242,8 +218,7 @@ def in_no_order(_):
     outcome = []
     for step in range(11):
         SCHEDULE["factor"] = 1.0 if step < 9 else 1.5
-        engine.backward(engine(**batch(step)))
-        engine.step()
+        take_step(engine, engine(**batch(step)))
         outcome.append(graphs.off)
     SCHEDULE["factor"] = 1.0
     engine.destroy()
@@ -257,14 +232,10 @@ def test_sums_in_no_fixed_order_are_compared_within_their_spread(ranks):
     assert checks == 4
 
 
-class Counting(nn.Module):
+class Counting(Around):
     """A model that counts in Python."""
 
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.config = model.config
-        self.calls = 0
+    calls = 0
 
     def forward(self, **kwargs):
         self.calls += 1
@@ -275,8 +246,7 @@ def counting(_):
     engine, said = engine_of(model=Counting(model_of()))
     graphs = engine.fp8.graphs = Graphs(engine, auto=True)
     for step in range(4):
-        engine.backward(engine(**batch(step)))
-        engine.step()
+        take_step(engine, engine(**batch(step)))
     calls = engine.module.calls
     engine.destroy()
     return graphs.log, said, calls

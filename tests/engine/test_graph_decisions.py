@@ -12,7 +12,7 @@ from ds_fp8.graphs.agreement import LEAST_TIMEOUT, Action, Facts, RankAgreement,
 from ds_fp8.graphs.conditions import code_of_others, fingerprint, hook_of_others
 from ds_fp8.zero.deepspeed.methods import before_load
 from ds_fp8.zero.lifecycle import CheckpointState
-from tests.engine.graphs_in_python import Graphs, engine_of
+from tests.engine.graphs_in_python import Graphs, engine_of, take_step
 
 REPLAYED, CHECKED = "replayed for 0", "checked, eager"
 
@@ -25,12 +25,6 @@ def forward(engine, length=64, step=0, padded=False):
     return engine(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
 
 
-def train(engine, *losses):
-    engine.backward(sum(losses))
-    engine.step()
-    return sum(losses).item(), float(engine.get_global_grad_norm())
-
-
 def several_forwards(graphs, order):
     """Loss and gradient norm of steps of one forward, then of one step of two."""
     engine, _ = engine_of()
@@ -38,10 +32,10 @@ def several_forwards(graphs, order):
     if graphs:
         engine.fp8.graphs = Graphs(engine)
         log = engine.fp8.graphs.log
-    found = [train(engine, forward(engine, step=step)) for step in range(8)]
+    found = [take_step(engine, forward(engine, step=step)) for step in range(8)]
     lengths = {"eager first": [(48, True), (64, False)], "graph first": [(64, False), (48, True)]}[order]
     try:
-        found.append(train(engine, *(forward(engine, length, 9, padded) for length, padded in lengths)))
+        found.append(take_step(engine, sum(forward(engine, length, 9, padded) for length, padded in lengths)))
     except RuntimeError as error:
         found.append(str(error))
     log = list(log)
@@ -66,7 +60,7 @@ def always_several(_):
     engine, said = engine_of()
     graphs = engine.fp8.graphs = Graphs(engine)
     for step in range(5):
-        train(engine, forward(engine, 64, step), forward(engine, 48, step))
+        take_step(engine, forward(engine, 64, step) + forward(engine, 48, step))
     engine.destroy()
     return graphs.log, said
 
@@ -82,10 +76,10 @@ def of_one_rank(what, most=None):
     engine, said = engine_of()
     before, micro_steps.MAX_GRAPHS = micro_steps.MAX_GRAPHS, most or micro_steps.MAX_GRAPHS
     graphs = engine.fp8.graphs = Graphs(engine)
-    losses = [train(engine, forward(engine, length, step))[0] for step, length in enumerate((64, 64, 64, 48, 48))]
+    losses = [take_step(engine, forward(engine, length, step))[0] for step, length in enumerate((64, 64, 64, 48, 48))]
     if dist.get_rank() == 0:
         what(graphs)
-    losses += [train(engine, forward(engine, 48, step))[0] for step in (5, 6)]
+    losses += [take_step(engine, forward(engine, 48, step))[0] for step in (5, 6)]
     micro_steps.MAX_GRAPHS = before
     log = list(graphs.log)
     engine.destroy()
@@ -137,7 +131,7 @@ def changed(_):
         if step == 14:
             engine.module.gradient_checkpointing_enable()
         graphs.log.clear()
-        train(engine, forward(engine, step=step))
+        take_step(engine, forward(engine, step=step))
         log.append(", ".join(graphs.log))
     engine.destroy()
     return log, said
@@ -158,7 +152,7 @@ def loaded(folder):
     engine, _ = engine_of()
     graphs = engine.fp8.graphs = Graphs(engine)
     for step in range(4):
-        train(engine, forward(engine, step=step))
+        take_step(engine, forward(engine, step=step))
     engine.save_checkpoint(folder)
     found, load = [graphs.captured], engine._load_checkpoint
 
@@ -206,7 +200,7 @@ def test_settings_that_cannot_be_hashed_are_read():
 def module_only(folder):
     """Load the module alone, then all of a checkpoint; return what was called."""
     engine, _ = engine_of()
-    train(engine, forward(engine))
+    take_step(engine, forward(engine))
     found = []
     before_load(engine, lambda: found.append("before"))
     states = engine.fp8.lifecycle.states

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.engine.graphs_in_python import Graphs, engine_of, model_of
+from tests.engine.graphs_in_python import Graphs, engine_of, model_of, take_step
 
 peft = pytest.importorskip("peft")
 
@@ -81,12 +81,7 @@ def trained(loss_of, adapters, graphs, steps=12):
     if graphs:
         engine.fp8.graphs = Graphs(engine, auto=True)
         log = engine.fp8.graphs.log
-    found = []
-    for step in range(steps):
-        loss = loss_of(engine, step)
-        engine.backward(loss)
-        engine.step()
-        found.append((loss.item(), float(engine.get_global_grad_norm())))
+    found = [take_step(engine, loss_of(engine, step)) for step in range(steps)]
     outcome = graphs and (engine.fp8.graphs.off, engine.fp8.graphs.captured)
     engine.destroy()
     return found, list(log), said, outcome
@@ -152,9 +147,7 @@ def with_a_group_that_ends(_):
         loss = fused(engine, step)
         pending = graphs._graphs.pending
         torch.distributed.destroy_process_group(group)
-        engine.backward(loss)
-        engine.step()
-        found.append((pending, graphs.captured, loss.item()))
+        found.append((pending, graphs.captured, take_step(engine, loss)[0]))
     engine.destroy()
     return found
 

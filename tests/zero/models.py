@@ -151,6 +151,12 @@ def train(engine, steps: int, start: int = 0) -> list[float]:
     return losses
 
 
+def same_cast(left, right) -> bool:
+    """Whether two casts have the same codes and scales, bit for bit."""
+    codes = (cast.data.view(torch.uint8) for cast in (left, right))
+    return torch.equal(*codes) and torch.equal(left.scale, right.scale)
+
+
 def full_master(parameter) -> torch.Tensor:
     """The whole FP32 master tensor of a ZeRO-3 parameter, on every rank."""
     return safe_get_full_fp32_param(parameter)

@@ -124,11 +124,11 @@ ARCHITECTURES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_mixtures_train_as_bf16_does(ranks, baseline, architecture):
-    bf16 = baseline(2, trained, architecture, {"enabled": False}, 6)[0][0]
-    decoded = ranks(2, trained, architecture, {}, 6)[0]
+    bf16 = baseline(2, trained, architecture, {"enabled": False}, 4)[0][0]
+    decoded = ranks(2, trained, architecture, {}, 4)[0]
     runs = [decoded]
     if architecture in ("qwen3_moe", "deepseek_v3"):
-        runs.append(ranks(2, trained, architecture, {"linear": {"expert_products": "fp8"}}, 6)[0])
+        runs.append(ranks(2, trained, architecture, {"linear": {"expert_products": "fp8"}}, 4)[0])
         assert runs[1][0] != decoded[0]
     for losses, modules, apart in runs:
         assert losses == pytest.approx(bf16, rel=0.02)
@@ -140,9 +140,9 @@ def test_mixtures_train_as_bf16_does(ranks, baseline, architecture):
 @pytest.mark.parametrize(("architecture", "world"), [("qwen3_moe", 1), ("deepseek_v3", 2), ("mixtral", 2)])
 def test_adapters_on_experts_train_as_bf16_does(ranks, architecture, world):
     # Stage 2: under ZeRO-3 stock DeepSpeed loses its trace in DeepSeek-V3 with an adapter on the router.
-    bf16 = ranks(world, trained, architecture, {"enabled": False}, 6, adapt, 2)
+    bf16 = ranks(world, trained, architecture, {"enabled": False}, 4, adapt, 2)
     for products in ("fp8", "bf16"):
-        fp8 = ranks(world, trained, architecture, {"linear": {"expert_products": products}}, 6, adapt)
+        fp8 = ranks(world, trained, architecture, {"linear": {"expert_products": products}}, 4, adapt)
         assert fp8[0][0] == pytest.approx(bf16[0][0], rel=0.02)
         assert fp8[0][0] != bf16[0][0]
         assert fp8[0][1] == (1 if architecture == "deepseek_v3" else 2)
@@ -409,7 +409,7 @@ def moved_to_bf16(prepare=None):
 
 def test_experts_of_one_layer_go_on_in_bf16(ranks, baseline):
     losses, gathered = ranks(2, moved_to_bf16)[0]
-    assert losses == pytest.approx(baseline(2, trained, "qwen3_moe", {"enabled": False}, 6)[0][0][:4], rel=0.02)
+    assert losses == pytest.approx(baseline(2, trained, "qwen3_moe", {"enabled": False}, 4)[0][0], rel=0.02)
     assert gathered == {
         f"model.layers.{layer}.mlp.experts.{name}": layer == 1
         for layer in (0, 1)

@@ -9,6 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
+import ds_fp8
 from ds_fp8.casts import quantize, scale_from_amax
 from ds_fp8.casts.outliers import extend_weight, weight_residual
 from ds_fp8.config.formats import CastSpec
@@ -29,12 +30,6 @@ def linears(engine):
     return [(name, module) for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)]
 
 
-def is_same(left, right):
-    return torch.equal(left.data.view(torch.uint8), right.data.view(torch.uint8)) and torch.equal(
-        left.scale, right.scale
-    )
-
-
 def operands_of_whole_weights(section, sizes):
     """Whether the operand of every linear is that of its whole master; the channels; weights with room for blocks."""
     engine = models.build(models.config(section), sizes=sizes)
@@ -46,10 +41,10 @@ def operands_of_whole_weights(section, sizes):
         expected = extend_weight(whole, weight_residual(master, whole, channels), channels)
         for finish in shards.unshard([linear.weight]):
             finish()
-        same[name] = is_same(fprop_weight([linear.weight], linear.recipe), expected)
+        same[name] = models.same_cast(fprop_weight([linear.weight], linear.recipe), expected)
         linear.weight.partition()
         read = shards.whole(linear.weight)
-        same[name] &= is_same(read, whole) and read.data.is_contiguous()
+        same[name] &= models.same_cast(read, whole) and read.data.is_contiguous()
     channels = {name: linear.recipe.outliers.channels.tolist() for name, linear in linears(engine)}
     return same, channels, sum(weight.has_room for weight in shards)
 
@@ -95,13 +90,13 @@ def test_blocks_that_gathers_bring_change_no_number(ranks, world, channels):
 
 
 def test_training_follows_bf16_more_closely_than_without(ranks):
-    bf16 = ranks(2, residuals_free_losses, {"enabled": False})[0]
-    precise, plain = (ranks(2, residuals_free_losses, {**SECTION, "preset": name})[0] for name in ("precise", "infir2"))
+    bf16 = ranks(2, losses_of_12_steps, {"enabled": False})[0]
+    precise, plain = (ranks(2, losses_of_12_steps, {**SECTION, "preset": name})[0] for name in ("precise", "infir2"))
     assert precise == pytest.approx(bf16, rel=0.02)
     assert distance(precise, bf16) < distance(plain, bf16)
 
 
-def residuals_free_losses(section):
+def losses_of_12_steps(section):
     return models.train(models.build(models.config(section)), 12)
 
 
@@ -234,17 +229,20 @@ def test_the_kernel_writes_what_the_reference_does_from_masters_of_codes(ranks):
             assert_nearly_equal(expected, found)
 
 
+def decoder(architecture, heads, section, rows, steps, **zero):
+    """An engine around a small decoder, and the losses of its first steps over the same rows."""
+    groups = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 128}
+    model = causal_lm(architecture, hidden_size=256, intermediate_size=384, **groups)
+    config = models.config(section, **zero)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    losses = [models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss) for _ in range(steps)]
+    return engine, losses
+
+
 def losses_of_a_decoder(threshold):
     """Losses of a model whose k and v have 32,768 elements and q 65,536, and whether k is whole on this rank."""
-    import ds_fp8
-
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
-    model = causal_lm("qwen2", hidden_size=256, intermediate_size=384, **heads)
-    config = models.config(SECTION, stage3_param_persistence_threshold=threshold)
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine, losses = decoder("qwen2", 2, SECTION, tokens(2, 64), 4, stage3_param_persistence_threshold=threshold)
     attention = engine.module.model.layers[0].self_attn
-    rows = tokens(2, 64)
-    losses = [models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss) for _ in range(4)]
     return losses, attention.k_proj.weight.ds_persist, attention.q_proj.weight.ds_persist
 
 
@@ -258,18 +256,10 @@ def test_a_stack_may_have_weights_that_stay_whole(ranks):
 
 def losses_of_a_stack_of_both(room):
     """Losses of a model of whose q, k and v only q divides by three ranks, and how many weights have room."""
-    import ds_fp8
-
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 128}
-    model = causal_lm("qwen2", hidden_size=256, intermediate_size=384, **heads)
     with pytest.MonkeyPatch.context() as patch:
         if not room:
             patch.setattr(ShardedWeight, "may_have_room", False)
-        engine = ds_fp8.initialize(
-            model=model, model_parameters=list(model.parameters()), config=models.config(SECTION)
-        )[0]
-    rows = tokens(2, 64)
-    losses = [models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss) for _ in range(3)]
+        engine, losses = decoder("qwen2", 3, SECTION, tokens(2, 64), 3)
     layer = engine.module.model.layers[0]
     weights = layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.up_proj
     return losses, [engine.fp8.weights.of(linear.weight).has_room for linear in weights]
@@ -339,15 +329,9 @@ def test_a_weight_that_another_module_reads_is_multiplied_with_residuals_of_its_
 
 def losses_of_tiles(save):
     """Losses of ranks whose rows are one tile and three tiles long; every step is measured."""
-    import ds_fp8
-
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
-    model = causal_lm("llama", hidden_size=256, intermediate_size=384, **heads)
     activations = {"mlp_tile_tokens": 128, "save": save}
-    config = models.config({"preset": "precise", "monitor": {"every": 1}, "activations": activations})
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    rows = tokens(1, 64 + 236 * dist.get_rank())
-    return [models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss) for _ in range(3)]
+    section = {"preset": "precise", "monitor": {"every": 1}, "activations": activations}
+    return decoder("llama", 2, section, tokens(1, 64 + 236 * dist.get_rank()), 3)[1]
 
 
 @pytest.mark.parametrize("save", ["fp8", "bf16"])

@@ -36,19 +36,16 @@ def release(weights):
         weight.partition()
 
 
-def same(left, right):
-    return torch.equal(left.data.view(torch.uint8), right.data.view(torch.uint8)) and torch.equal(
-        left.scale, right.scale
-    )
-
-
 def codes(weight):
     return getattr(weight, GATHERED).data.view(torch.uint8)
 
 
 def right(weights, masters, preset):
     """Whether every gathered weight is the cast of its whole master tensor."""
-    return all(same(getattr(w, GATHERED), quantize(m, *SPECS[preset])) for w, m in zip(weights, masters, strict=True))
+    return all(
+        models.same_cast(getattr(w, GATHERED), quantize(m, *SPECS[preset]))
+        for w, m in zip(weights, masters, strict=True)
+    )
 
 
 def whole_product_gathered_together(preset):
@@ -74,7 +71,7 @@ def whole_product_gathered_together(preset):
                 seen["whole"] = torch.equal(stacked.dequantize(), torch.cat(parts))
             else:
                 seen["view"] &= stacked.scale.data_ptr() == getattr(weights[0], GATHERED).scale.data_ptr()
-                seen["whole"] = same(stacked, quantize(torch.cat(masters), *SPECS[preset]))
+                seen["whole"] = models.same_cast(stacked, quantize(torch.cat(masters), *SPECS[preset]))
         release([*weights, *others])
         result.append(seen)
     return result
@@ -100,7 +97,7 @@ def fetched_apart(sizes_of_layers):
         gather(engine, weights[1:])
         stacked = stacked_operand(weights, layer.join.recipe)
         whole = quantize(torch.cat(masters[:-1]), *SPECS["infir2"])
-        result.append((right([*weights, join], masters, "infir2"), same(stacked, whole), len(weights)))
+        result.append((right([*weights, join], masters, "infir2"), models.same_cast(stacked, whole), len(weights)))
         release([*weights, join])
     return result
 

@@ -6,12 +6,12 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
+from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 from tests.zero.test_training import QUIET
 
@@ -160,24 +160,16 @@ def test_saved_models_hold_the_master_weights(ranks, world, tmp_path):
         assert all(bf16.values()), bf16
 
 
-def causal_lm(leaf):
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=96, intermediate_size=200, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).bfloat16()
+def engine_of_llama(leaf):
+    model = causal_lm("llama", eos_token_id=None)
     if leaf:
         set_z3_leaf_modules(model, [type(model.model.layers[0])])
-    return ds_fp8.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config={**models.config(QUIET), "steps_per_print": 10**6},
-    )[0]
+    parameters = list(model.parameters())
+    return ds_fp8.initialize(model=model, model_parameters=parameters, config=models.config(QUIET))[0]
 
 
 def generate_between_steps(leaf):
-    engine = causal_lm(leaf)
+    engine = engine_of_llama(leaf)
 
     def train(steps, start=0):
         losses = []
@@ -197,7 +189,7 @@ def generate_between_steps(leaf):
     weights = [m.weight for m in engine.module.modules() if isinstance(m, FP8Linear)]
     left = sum(getattr(weight, GATHERED) is not None for weight in weights)
 
-    engine = causal_lm(leaf)
+    engine = engine_of_llama(leaf)
     return text[:, 5:], greedy, losses, train(4), len(weights), left
 
 

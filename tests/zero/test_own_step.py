@@ -4,12 +4,20 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
+from deepspeed.utils import (
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 
 from tests.zero import models
+from tests.zero.test_options import freeze_a_layer
 
 SECTION = {"monitor": {"every": 0}, "optimizer": {"implementation": "ds_fp8"}}
-SIZES = (132, 300)
+COAT = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
+BY_TENSOR = {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"}
+DIVISIBLE = (132, 300)
 """DeepSpeed sets whole masters and gradients only where they divide by the ranks: here by 1, 2 and 3."""
 
 
@@ -107,56 +115,76 @@ def tie_and_recompute(model):
     reentrant(model)
 
 
+def three_steps(engine):
+    models.train(engine, 3)
+
+
 TWO = {"config": {"gradient_accumulation_steps": 2}}
+WRITTEN = {"sizes": DIVISIBLE}
 SCENARIOS = {
+    "plain": (three_steps, {}),
+    "many buckets": (three_steps, {**TWO, "zero": {"sub_group_size": 50000, "reduce_bucket_size": 50000}}),
+    "compressed moments": (three_steps, {"fp8": {"optimizer": COAT}}),
+    "scales by tensor, a frozen layer": (three_steps, {"fp8": {"optimizer": BY_TENSOR}, "prepare": freeze_a_layer}),
+    "gradients in BF16": (three_steps, {"fp8": {"grad_reduce": {"format": "bf16"}}}),
     "zero_grad between micro-batches": (lambda engine: steps(engine, between=zero_gradients), TWO),
     "evaluation between forward and backward": (lambda engine: steps(engine, around=evaluate), TWO),
     "evaluation between micro-batches": (lambda engine: steps(engine, between=evaluate), TWO),
     "coalesce_grad_reduction": (coalesced, {}),
-    "safe_set_full_grad": (lambda engine: steps(engine, last=halve_a_gradient), TWO),
+    "safe_set_full_grad": (lambda engine: steps(engine, last=halve_a_gradient), TWO | WRITTEN),
     "freezing and unfreezing": (freeze_and_unfreeze, {}),
-    "reentrant checkpointing": (lambda engine: models.train(engine, 3), {"prepare": reentrant}),
-    "tied, reentrant": (lambda engine: models.train(engine, 3), {"prepare": tie_and_recompute}),
+    "reentrant checkpointing": (three_steps, {"prepare": reentrant}),
+    "tied, reentrant": (three_steps, {"prepare": tie_and_recompute}),
     "one backward of two losses": (two_losses, {}),
     "NaN on the way": (not_a_number, {}),
     "GatheredParameters that are written": (written_weights, {}),
-    "safe_set_full_fp32_param": (written_masters, {}),
-    "overlap_comm false": (lambda engine: models.train(engine, 3), {"zero": {"overlap_comm": False}}),
-    "round_robin_gradients": (lambda engine: models.train(engine, 3), {"zero": {"round_robin_gradients": True}}),
+    "safe_set_full_fp32_param": (written_masters, WRITTEN),
+    "overlap_comm false": (three_steps, {"zero": {"overlap_comm": False}}),
+    "round_robin_gradients": (three_steps, {"zero": {"round_robin_gradients": True}}),
 }
 
 
 def trained(scenario, own):
-    """Masters after a scenario, and norms of gradients that a user sees then, by parameter."""
+    """The last gradient norm, and all that a user sees after a scenario; names of masters that it changed."""
     run, options = SCENARIOS[scenario]
-    config = models.config(SECTION, **options.get("zero", {})) | {"gradient_clipping": 0.0} | options.get("config", {})
-    engine = models.build(config, prepare=options.get("prepare"), sizes=SIZES, own=own)
+    section = {**SECTION, **options.get("fp8", {})}
+    section["optimizer"] = {**SECTION["optimizer"], **section["optimizer"]}
+    config = models.config(section, **options.get("zero", {})) | {"gradient_clipping": 0.0} | options.get("config", {})
+    engine = models.build(config, prepare=options.get("prepare"), sizes=options.get("sizes", (131, 301)), own=own)
     # An AdamW of torch is taken over: both would be own steps.
     assert (engine.fp8.step is None) == (not own)
-    before = {name: models.full_master(p) for name, p in engine.module.named_parameters()}
+    named = dict(engine.module.named_parameters())
+    before = {name: models.full_master(p) for name, p in named.items() if p.requires_grad}
     run(engine)
-    masters = {name: models.full_master(p) for name, p in engine.module.named_parameters()}
+    seen = models.bf16_weights(engine)
+    for name in before:
+        parameter = named[name]
+        seen |= {f"{name} master": models.full_master(parameter), f"{name} gradient": safe_get_full_grad(parameter)}
+        seen |= {f"{name} {key}": safe_get_full_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
+    norm = float(engine.get_global_grad_norm())
     engine.destroy()
-    return masters, [name for name in masters if not torch.equal(masters[name], before[name])]
+    return norm, seen, [name for name in before if not torch.equal(seen[f"{name} master"], before[name])]
 
 
 CASES = [(2, name) for name in SCENARIOS]
-CASES += [(1, "coalesce_grad_reduction"), (1, "tied, reentrant"), (1, "safe_set_full_fp32_param")]
-CASES += [(3, "tied, reentrant"), (3, "NaN on the way")]
+CASES += [(1, name) for name in ("plain", "coalesce_grad_reduction", "tied, reentrant", "safe_set_full_fp32_param")]
+CASES += [(3, name) for name in ("plain", "tied, reentrant", "NaN on the way")]
 
 
 @pytest.mark.parametrize(("world", "scenario"), CASES)
 def test_every_bit_is_that_of_deepspeeds_step(ranks, world, scenario):
     ours, theirs = (ranks(world, trained, scenario, own) for own in (True, False))
-    for (masters, changed), (expected, their_changed) in zip(ours, theirs, strict=True):
+    for (norm, seen, changed), (their_norm, expected, their_changed) in zip(ours, theirs, strict=True):
+        assert norm == pytest.approx(their_norm, rel=1e-12)
         assert changed == their_changed
         assert len(changed) > 5
-        assert [name for name in masters if not torch.equal(masters[name], expected[name])] == []
+        assert seen.keys() == expected.keys()
+        assert [name for name in seen if not torch.equal(seen[name], expected[name])] == []
 
 
 def reaches_one(own):
     """Masters' distance after a step that reaches the embeddings and the head alone."""
-    engine = models.build(models.config(SECTION) | {"gradient_clipping": 0.0}, sizes=SIZES, own=own)
+    engine = models.build(models.config(SECTION) | {"gradient_clipping": 0.0}, own=own)
     models.train(engine, 1)
     layers, engine.module.layers = engine.module.layers, torch.nn.ModuleList()
     backward(engine, 1)

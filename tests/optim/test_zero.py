@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.ds_to_universal import main
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_local_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import ds_fp8
 from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, ROUNDING, numbers_of
@@ -229,30 +229,6 @@ def test_the_weights_of_a_universal_checkpoint_load_alone(ranks, tmp_path):
             assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
             # Masters of BF16 are cast to a few other codes than those of FP32.
             assert loss == pytest.approx(its_loss, rel=LOSS)
-
-
-def set_and_get(optimizer):
-    """What DeepSpeed's access to a moment gives, before and after writing to it."""
-    engine = models.build(config(optimizer))
-    models.train(engine, 2)
-    weight = engine.module.lm_head.weight
-    before = safe_get_full_optimizer_state(weight, "exp_avg")
-    other = safe_get_full_optimizer_state(engine.module.embedding.weight, "exp_avg_sq")
-    safe_set_local_optimizer_state(weight, torch.full((weight.ds_tensor.numel(),), 0.5), "exp_avg")
-    written = safe_get_full_optimizer_state(weight, "exp_avg")
-    untouched = torch.equal(other, safe_get_full_optimizer_state(engine.module.embedding.weight, "exp_avg_sq"))
-    models.train(engine, 1, start=2)
-    after = safe_get_full_optimizer_state(weight, "exp_avg")
-    return before, written, untouched, after, engine.fp8.optimizer.state_bytes()
-
-
-def test_moments_can_be_read_and_written_through_deepspeed(ranks):
-    before, written, untouched, after, state_bytes = ranks(2, set_and_get, COAT)[0]
-    assert before.abs().max() > 0
-    assert (written == 0.5).all()
-    assert untouched
-    assert after.mean() == pytest.approx(0.45, rel=0.1)
-    assert state_bytes < 2.11 * 253_471 / 2
 
 
 def warnings_of_a_scheduler(stepped):

@@ -86,7 +86,7 @@ def gathered_against_whole(architecture, steps):
     return result
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_gathered_experts_are_the_cast_of_the_whole(ranks, world):
     for result in ranks(world, gathered_against_whole, "qwen3_moe", 2):
         assert len(result) == 4

@@ -14,7 +14,7 @@ from tests.zero.test_training import QUIET
 STEPS = 4
 
 
-def train(section, world, steps=STEPS):
+def train(section, world):
     """(losses, largest differences between a BF16 weight and that of rank 0's, what was seen) of a tiny Qwen2."""
     model = causal_lm("qwen2")
     config = models.config({**QUIET, **section})
@@ -28,7 +28,7 @@ def train(section, world, steps=STEPS):
 
     weights._stacked = watched
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         ids = tokens(2 * world, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
         losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
     weights._stacked = stacked
@@ -42,9 +42,9 @@ def train(section, world, steps=STEPS):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_fused_layers_train_as_bf16_does(ranks, world):
-    fp8 = ranks(world, train, {}, world, 6)
-    bf16 = ranks(world, train, {"enabled": False}, world, 6)
+def test_fused_layers_train_as_bf16_does(ranks, baseline, world):
+    fp8 = ranks(world, train, {}, world)
+    bf16 = baseline(world, train, {"enabled": False}, world)
     assert bf16[0][0][-1] < bf16[0][0][0]
     for (losses, trained, seen), (expected, *_) in zip(fp8, bf16, strict=True):
         assert losses != expected

@@ -349,12 +349,7 @@ def other_masters(folder, split, moments, threshold, prepared):
 
 @pytest.mark.parametrize(
     ("world", "moments", "threshold", "prepared"),
-    [
-        (1, "fp32", 300, {}),
-        (2, "bf16", 0, {}),
-        (3, "fp32", 8000, {"born_sharded": True}),
-        (2, "bf16", 0, {"prepare": tie}),
-    ],
+    [(1, "fp32", 300, {}), (2, "bf16", 0, {"prepare": tie}), (3, "bf16", 8000, {"born_sharded": True})],
 )
 def test_masters_of_what_is_gathered_in_bf16_are_fp32(ranks, tmp_path, world, moments, threshold, prepared):
     words = (moments, threshold, prepared)

@@ -118,7 +118,6 @@ def pinned(pin, section, sizes):
     "section",
     [
         {},
-        {"preset": "precise"},
         {"preset": "precise", "monitor": {"every": 2}},
         {"preset": "precise", "optimizer": {"master": "fp8_plus16"}},
     ],

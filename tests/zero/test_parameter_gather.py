@@ -124,35 +124,6 @@ def test_a_write_to_one_ranks_shard_counts_on_all(ranks):
         assert torch.equal(seen, expected)
 
 
-def written_before_a_skipped_step():
-    engine = models.build(models.config({"monitor": {"every": 0}}))
-    models.train(engine, 1)
-    weight, seen = engine.module.layers[0].up.weight, []
-    for scale in (float("nan"), 1.0):
-        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-            if deepspeed.comm.get_rank() == 0:
-                weight.data.fill_(0.25)
-        loss = engine(models.batch(5, deepspeed.comm.get_rank()).to(engine.device))
-        engine.backward(loss * scale)
-        engine.step()
-        with deepspeed.zero.GatheredParameters([weight]):
-            bf16 = weight.detach().float().clone()
-        gather(engine, [weight])
-        seen.append((bf16, getattr(weight, GATHERED).dequantize()))
-        weight.partition()
-    return engine.skipped_steps, seen
-
-
-def test_weights_written_under_gathered_parameters_outlive_a_skipped_step(ranks):
-    """As in stock ZeRO-3, whose BF16 shards the next step that is taken overwrites."""
-    for skipped, ((bf16, fp8), (bf16_after, fp8_after)) in ranks(2, written_before_a_skipped_step):
-        assert skipped == 1
-        assert (bf16 == 0.25).all()
-        assert (fp8 == 0.25).all()
-        assert not (bf16_after == 0.25).any()
-        torch.testing.assert_close(fp8_after, bf16_after, rtol=0.1, atol=1e-3)
-
-
 def written_weight(what_follows):
     """A weight that was filled with 0.25 as GatheredParameters shows it and as it is gathered, after something."""
     # DeepSpeed sets whole masters only where they divide by the ranks.

@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2: users reach compressed moments through DeepSpeed's functions, and offload the optimizer."""
+"""Users reach compressed moments through DeepSpeed's functions at every stage, and offload the optimizer below 3."""
 
 import deepspeed
 import pytest
@@ -8,15 +8,16 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from tests.zero import models
 
 PLAIN = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}, "monitor": {"every": 0}}
+SIZES = (132, 300)
+"""ZeRO-3 sets whole moments only where they divide by the ranks."""
 
 
 def build(stage: int, moments: str, accumulation: str | None = None, **zero):
     section = {**PLAIN, "optimizer": {"exp_avg": moments, "exp_avg_sq": moments}}
-    ds_config = models.config(section) | {"zero_optimization": {"stage": stage, **zero}}
+    ds_config = models.config(section) | {"zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6, **zero}}
     ds_config.pop("data_types")
-    return models.build(
-        ds_config | ({} if accumulation is None else {"data_types": {"grad_accum_dtype": accumulation}})
-    )
+    data_types = {} if accumulation is None else {"data_types": {"grad_accum_dtype": accumulation}}
+    return models.build(ds_config | data_types, sizes=SIZES)
 
 
 def moments_of(engine) -> dict[str, torch.Tensor]:
@@ -31,16 +32,21 @@ def read_and_written(stage: int, moments: str, accumulation: str | None):
         models.train(each, 2)
     right, found = moments_of(plain), moments_of(engine)
     apart = max(float((found[name] - right[name]).norm() / right[name].norm()) for name in right)
-    weight = engine.module.layers[1].up.weight
-    value = torch.linspace(-1, 1, weight.numel()).view(weight.shape).bfloat16().float()
+    weight, other = engine.module.layers[1].up.weight, engine.module.layers[2].up.weight
+    state_bytes = engine.fp8.optimizer.state_bytes()
+    shape = found["layers.1.up.weight exp_avg"].shape
+    value = torch.linspace(-1, 1, shape.numel()).view(shape).bfloat16().float()
     safe_set_full_optimizer_state(weight, value, "exp_avg")
     written = torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), value)
+    kept = safe_get_full_optimizer_state(other, "exp_avg")
+    written &= torch.equal(kept, found["layers.2.up.weight exp_avg"])
     models.train(engine, 1, start=2)  # which compresses it again
+    written &= engine.fp8.optimizer.state_bytes() == state_bytes
     after = safe_get_full_optimizer_state(weight, "exp_avg")
     return apart, written, float((after - 0.9 * value).norm() / value.norm())
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(1, None), (2, "fp32"), (2, None)])
+@pytest.mark.parametrize(("stage", "accumulation"), [(1, None), (2, "fp32"), (2, None), (3, "fp32")])
 @pytest.mark.parametrize("moments", ["e4m3", "bf16"])
 def test_moments_are_read_and_written(ranks, stage, accumulation, moments):
     for apart, written, after in ranks(2, read_and_written, stage, moments, accumulation):

@@ -82,7 +82,6 @@ CASES = {
     "decoded": ({}, None, 1),
     "products in FP8": ({"linear": {"expert_products": "fp8"}}, None, 1),
     "experts in BF16": ({"linear": {"overrides": {"experts": "bf16"}}}, None, 1),
-    "accumulated": ({}, None, 2),
     "recomputed": ({}, "not reentrant", 2),
     "recomputed by reentrant checkpoints": ({}, "reentrant", 1),
 }

@@ -27,7 +27,8 @@ CASES = {
     "longer rows": {"data": {"sequence_length": 2 * LENGTH}},
     "longer rows, MLP in tiles": {
         "fp8": {"activations": {"mlp_tile_tokens": 256}},
-        "data": {"sequence_length": 2 * LENGTH},
+        "data": {"sequence_length": 4 * LENGTH},
+        "model": FOUR_LAYERS,
     },
     "adapters of some linears": {"train": {"lora": {"targets": ["q_proj", "down_proj"], "dropout": 0.1}}},
     "adapters in BF16": {"train": {"lora": {}}, "fp8": {"enabled": False}},

@@ -214,7 +214,7 @@ def gathers_per_step(fp8):
     return sent, layers, others
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_bytes_on_the_wire(ranks, world):
     """Layers are gathered twice a step (forward and backward), at one byte a parameter."""
     fp8, layers, others = ranks(world, gathers_per_step, {"monitor": {"every": 0}})[0]

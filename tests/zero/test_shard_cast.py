@@ -43,7 +43,7 @@ def test_the_reference_casts_the_whole(world, granularity, scale):
 
 
 @pytest.mark.parametrize("make", [0, 1], ids=["reference", "kernel"])
-@pytest.mark.parametrize("world", [1, 2, 16])
+@pytest.mark.parametrize("world", [1, 2, 5])
 def test_codes_leave_room_for_outlier_blocks(world, make):
     spec, masters = CastSpec(granularity="128x128"), exact_masters()
     assert_whole(masters, *cast_on_all_ranks(implementations()[make], masters, world, spec, channels=65)[1:], spec)
@@ -56,8 +56,8 @@ def test_codes_leave_room_for_outlier_blocks(world, make):
         (1, "row", "pow2"),
         (3, "128x128", "fp32"),
         (3, "row", "pow2"),
-        (9, "128x128", "pow2"),
-        (9, "128x128", "fp32"),
+        (5, "128x128", "pow2"),
+        (5, "128x128", "fp32"),
     ],
 )
 def test_the_kernels_cast_the_whole(world, granularity, scale):

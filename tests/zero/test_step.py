@@ -36,9 +36,9 @@ def engine_of(fp8=None, own=True, clip=0.0, sizes=(131, 301)):
 
 
 def clipped(own):
-    """Losses and gradient norms of ten steps."""
+    """Losses and gradient norms of six steps."""
     engine, norms, losses = engine_of(own=own, clip=0.05), [], []
-    for step in range(10):
+    for step in range(6):
         losses += models.train(engine, 1, start=step)
         norms.append(float(engine.get_global_grad_norm()))
     return losses, norms

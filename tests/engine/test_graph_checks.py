@@ -188,7 +188,7 @@ def penalised(captured):
 
 
 def test_a_forward_that_differentiates_is_checked(ranks):
-    for (theirs, *_), (ours, log, off) in zip(ranks(2, penalised, False), ranks(2, penalised, True), strict=True):
+    for (theirs, *_), (ours, log, off) in zip(ranks(1, penalised, False), ranks(1, penalised, True), strict=True):
         assert ours == theirs
         assert log.count("checked") > 2
         assert not off

@@ -74,7 +74,7 @@ def reference_first(engine, step):
     return preference(engine, step, True)
 
 
-def trained(loss_of, adapters, graphs, steps=12):
+def trained(loss_of, adapters, graphs, steps):
     """Figures of each step, what became of them, what was said."""
     engine, said = engine_of(model=lora() if adapters else None)
     log = []
@@ -87,8 +87,8 @@ def trained(loss_of, adapters, graphs, steps=12):
     return found, list(log), said, outcome
 
 
-def check(ranks, world, loss_of, adapters):
-    launched, captured = (ranks(world, trained, loss_of, adapters, graphs) for graphs in (False, True))
+def check(ranks, world, loss_of, adapters, steps):
+    launched, captured = (ranks(world, trained, loss_of, adapters, graphs, steps) for graphs in (False, True))
     for theirs, ours in zip(launched, captured, strict=True):
         assert ours[0] == theirs[0]
         assert ours[3] == (None, 1), ours[2]
@@ -102,12 +102,12 @@ def check(ranks, world, loss_of, adapters):
     [(fused, False), (fused, True), (smoothed, False), (smoothed, True), (by_position, True), (unfused, False)],
 )
 def test_every_bit_is_that_of_python(ranks, loss_of, adapters):
-    check(ranks, 1, loss_of, adapters)
+    check(ranks, 1, loss_of, adapters, 9)
 
 
 @pytest.mark.parametrize(("loss_of", "world"), [(preference, 2), (reference_first, 1)])
 def test_a_step_of_dpo_with_adapters(ranks, loss_of, world):
-    _, log, _, _ = check(ranks, world, loss_of, True)
+    _, log, _, _ = check(ranks, world, loss_of, True, 12)
     assert log[:8] == ["eager"] * 6 + ["captured for 0", "in the order of a dry run"]
 
 

@@ -154,7 +154,7 @@ def assert_alike(coded, fp32):
 
 
 def resume(folder, scale, moments, other, sizes=SIZES):
-    """State and losses of a run that went on, and of one that loaded; a load of the weights alone."""
+    """State and losses of a run that went on, and of one that loaded."""
     arguments = {"scale": scale, "moments": moments, "sub_group_size": 50000}
     engine = models.build(config(**arguments), sizes=sizes)
     models.train(engine, 3)
@@ -170,9 +170,7 @@ def resume(folder, scale, moments, other, sizes=SIZES):
     return saved, loaded, went_on, resumed
 
 
-@pytest.mark.parametrize(
-    ("world", "scale", "moments", "other"), [(2, "pow2", True, 0), (3, "fp32", True, 2), (1, "fp32", False, 0)]
-)
+@pytest.mark.parametrize(("world", "scale", "moments", "other"), [(3, "pow2", True, 2), (1, "fp32", False, 0)])
 def test_a_resumed_run_is_the_run_that_went_on(ranks, tmp_path, world, scale, moments, other):
     for saved, loaded, went_on, resumed in ranks(world, resume, str(tmp_path), scale, moments, other):
         assert_same(saved, loaded)

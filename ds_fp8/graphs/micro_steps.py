@@ -383,7 +383,8 @@ class MicroStepGraphs:
         gather = self._gather
         self._settle()
         before = self._checks.state()
-        self._graphs.check_bytes = self._graphs.growth(functools.partial(self._compute, here))
+        needed = self._graphs.growth(functools.partial(self._compute, here))
+        self._graphs.check_bytes = max(self._graphs.check_bytes, needed)
         before.restore()
         if gather is not None:
             gather.pin_scales()

@@ -223,6 +223,7 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
             *("variant", "ms", "tokens/s a GPU", f"/ {rows[0]['variant']}", "peak GiB", f"/ {rows[0]['variant']}"),
             *(
                 "reserved",
+                "graphs",
                 "made: s",
                 "made: reserved",
                 "made: host GiB",
@@ -241,6 +242,7 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
                 row["peak_bytes"] and row["peak_bytes"] / 2**30,
                 row["peak_bytes"] and row["peak_bytes"] / rows[0]["peak_bytes"],
                 row["reserved_bytes"] and row["reserved_bytes"] / 2**30,
+                "-" if row["graphs"] is None else str(row["graphs"]),  # how many, or why none are left
                 row["made"]["seconds"],
                 row["made"]["reserved_bytes"] and row["made"]["reserved_bytes"] / 2**30,
                 row["made"]["host_bytes"] / 2**30,

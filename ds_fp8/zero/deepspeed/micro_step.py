@@ -34,6 +34,18 @@ class _Discarded(deque):
         """Discard the event."""
 
 
+class _Behind(_Discarded):
+    """Events of gathers, in place of which the stream of gathers waits for what another one holds by then."""
+
+    def __init__(self, products: object):
+        super().__init__()
+        self._products = products
+
+    def append(self, event: object) -> None:
+        # Called before a module runs, on the stream of gathers: what is fetched ahead comes behind the module before.
+        streams.wait_stream(self._products)
+
+
 class MicroStep:
     """Forward and backward of one micro-batch of a ZeRO-3 engine, as they can be captured."""
 
@@ -113,9 +125,10 @@ class MicroStep:
     def unthrottled(self) -> Iterator[None]:
         """Keep the host from waiting for gathers and reductions: what is captured does not run."""
         # DeepSpeed has the host wait for events, lest it run too far ahead with memory. In a capture nothing runs, so
-        # that events never come, and memory is reused by the order of the graph.
+        # that events never come, and memory is reused by the order of the graph: gathered weights lie in that of a
+        # module whose products are over, if gathers wait for these. Else every layer's would have memory of their own.
         fetches, reductions = getattr(self._coordinator, _FETCH_EVENTS), self._zero.param_reduce_events
-        setattr(self._coordinator, _FETCH_EVENTS, _Discarded())
+        setattr(self._coordinator, _FETCH_EVENTS, _Behind(streams.current_stream()))
         self._zero.param_reduce_events = _Discarded()
         synchronize = torch.cuda.Stream.synchronize  # a gather of one rank, which is a copy, calls it
         ours = {side.cuda_stream for side in self.side_streams() if side is not None}

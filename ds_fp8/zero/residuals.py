@@ -7,7 +7,7 @@ the whole outlier block behind the codes of the row, and every gather brings it.
 
 Where rows are cut, or masters are codes, each rank writes its own residuals into a zeroed buffer of all of them, and
 one all-reduce adds up what no two ranks have both written: a byte a row and channel. Every forward makes an operand of
-them. Either way they stay until the masters change again.
+them. Either way they stay until the masters or the channels change.
 """
 
 from __future__ import annotations

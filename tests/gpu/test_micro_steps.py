@@ -318,6 +318,41 @@ def test_by_itself_only_known_code_is_captured(gpu_ranks):
     assert_same(hooked, known)
 
 
+def kept_with(layers):
+    """Bytes that a graph of frozen, recomputed layers keeps: of each little but its input, and what is gathered."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    import ds_fp8
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+    shape = Qwen2Config(**sizes, num_hidden_layers=layers, vocab_size=VOCABULARY)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+    section = {"preset": "hybrid_fast", "graph": "on", "monitor": {"every": 0}, "linear": {"backend": "cublas"}}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = models.config(section) | {"train_micro_batch_size_per_gpu": 1}
+    engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
+    for step in range(4):
+        ids = batch(step, LENGTH)
+        models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss)
+    graphs = engine.fp8.graphs
+    found = graphs.off, graphs.kept_bytes
+    engine.destroy()
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU gathers nothing")
+def test_weights_that_a_graph_gathers_take_turns_in_its_memory(gpu_ranks):
+    (few_off, few), (many_off, many) = (gpu_ranks(2, functools.partial(kept_with, layers))[0] for layers in (4, 12))
+    assert few_off is None
+    assert many_off is None
+    codes = 8 * (4 * 1024**2 + 3 * 1024 * 4096)  # of the layers that one has more
+    assert many - few < codes / 2
+
+
 def memory_of_steps(graph, monitor=0):
     """Bytes that each step takes beside what is there before it; a graph's own memory is there already."""
     engine, taken = engine_of(graph, "hybrid_fast", 1, monitor), []

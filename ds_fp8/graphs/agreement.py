@@ -89,7 +89,7 @@ class Facts:
     comparable: bool = False
     """The graph runs the same kernels as Python."""
     room: bool = False
-    """A check that is due has memory beside the graph, or the model's code must be checked."""
+    """A check that is due has memory beside the graph, or none is due; without it known code goes on unchecked."""
     lasting: bool = False
     """No rank gives graphs up: memory beside them suffices, and the model has not changed again and again."""
     has_capacity: bool = False

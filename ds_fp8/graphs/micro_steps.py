@@ -68,7 +68,8 @@ MAX_CHANGES = 3
 PAID_AFTER = 50
 """Replays that save more time than a capture takes; graphs freed sooner for memory are not captured again."""
 
-UNCHECKED = "CUDA graphs go on unchecked where no memory is free beside them for what Python computes"
+UNCHECKED = "CUDA graphs go on unchecked: no memory is free beside them for what Python computes"
+
 OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
 
 
@@ -310,10 +311,10 @@ class MicroStepGraphs:
         room = True
         if graph is not None and not unmeasured:
             self._give_way(self._graphs.kept_bytes)  # Python launches it beside the graph
+        elif not unchecked and self._code_of_others is not None:
+            self._give_way(self._graphs.check_bytes)  # it must be checked, or it has no graphs
         elif not unchecked:
             room = self._graphs.has_room(self._graphs.check_bytes)
-            if self._auto and self._code_of_others is not None:  # which must be checked
-                self._give_way(self._graphs.check_bytes)
         graph = self._graphs.get(here.signature)
         mine = Facts(
             alone=not here.pending or self._captured_once,
@@ -378,10 +379,11 @@ class MicroStepGraphs:
             self._graphs.forget()
         why = (why_auto_disabled(self._engine.module) or self._eager.changes) if self._auto else None
         if not self._agreement.least(why is None)[0]:
-            self._end(why or "another rank's model has code that graphs would not call")
+            self._end(why or "another rank's model has hooks or attributes that graphs would leave out")
             return False
         gather = self._gather
         self._settle()
+        # Now, before the graph takes what is free, a check can be tried out.
         before = self._checks.state()
         needed = self._graphs.growth(functools.partial(self._compute, here))
         self._graphs.check_bytes = max(self._graphs.check_bytes, needed)

@@ -149,7 +149,7 @@ class Estimate:
 
     @property
     def graph_bytes(self) -> int:
-        """Return the memory that CUDA graphs want besides: where it is not there, there are none.
+        """Return the memory that CUDA graphs want besides: where it is not there, they are freed now and then, or end.
 
         They hold that of one micro-step. Measured ones (`monitor.every`), which Python launches, take as much again.
         """

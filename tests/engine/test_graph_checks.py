@@ -304,11 +304,11 @@ def test_checks_come_often_at_first_and_never_end():
     assert checks == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048]
 
 
-def short_of_memory(known, room_from):
+def short_of_memory(known, room_from, auto):
     """Steps in which graphs leave no room beside them until one of them, of a model of known code or not."""
     register()
     engine, said = engine_of("sdpa" if known else "scheduled")
-    graphs = engine.fp8.graphs = Graphs(engine, auto=True)
+    graphs = engine.fp8.graphs = Graphs(engine, auto=auto)
     log = []
     for step in range(8):
         graphs._graphs.room = step >= room_from
@@ -319,14 +319,15 @@ def short_of_memory(known, room_from):
 
 
 def test_where_memory_is_short_known_code_is_not_checked(ranks):
-    log, said = ranks(1, short_of_memory, True, 6)[0]
+    log, said = ranks(1, short_of_memory, True, 6, True)[0]
     assert log[2:6] == ["captured for 0, replayed for 0", *["replayed for 0"] * 3]
     assert log[6:] == ["checked, eager", "replayed for 0"]
     assert "unchecked" in said[-1]
 
 
-def test_where_memory_is_short_other_code_has_no_graphs(ranks):
-    log, said = ranks(1, short_of_memory, False, 8)[0]
+@pytest.mark.parametrize("auto", [True, False])
+def test_where_memory_is_short_other_code_has_no_graphs(ranks, auto):
+    log, said = ranks(1, short_of_memory, False, 8, auto)[0]
     assert log[2].startswith("captured for 0, closed")
     assert set(log[3:]) == {""}  # nothing is asked any more
     assert "memory beside them is short" in said[-1]

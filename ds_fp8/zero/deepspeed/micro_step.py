@@ -34,8 +34,8 @@ class _Discarded(deque):
         """Discard the event."""
 
 
-class _Behind(_Discarded):
-    """Events of gathers, in place of which the stream of gathers waits for what another one holds by then."""
+class _GathersBehind(_Discarded):
+    """Bounds what is gathered ahead in a capture: the stream of gathers waits for products in place of the host."""
 
     def __init__(self, products: object):
         super().__init__()
@@ -128,7 +128,7 @@ class MicroStep:
         # that events never come, and memory is reused by the order of the graph: gathered weights lie in that of a
         # module whose products are over, if gathers wait for these. Else every layer's would have memory of their own.
         fetches, reductions = getattr(self._coordinator, _FETCH_EVENTS), self._zero.param_reduce_events
-        setattr(self._coordinator, _FETCH_EVENTS, _Behind(streams.current_stream()))
+        setattr(self._coordinator, _FETCH_EVENTS, _GathersBehind(streams.current_stream()))
         self._zero.param_reduce_events = _Discarded()
         synchronize = torch.cuda.Stream.synchronize  # a gather of one rank, which is a copy, calls it
         ours = {side.cuda_stream for side in self.side_streams() if side is not None}

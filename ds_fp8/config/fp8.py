@@ -66,6 +66,10 @@ class ParameterGatherConfig(Section):
     format: FormatName | Literal["bf16"] = "e4m3"
     """That of linear.weight, or bf16. Weights with an override travel in its cast, or in BF16 where that cannot be
     sharded."""
+    frozen: Literal["sharded", "whole"] = "sharded"
+    """Codes of frozen weights. whole: every GPU keeps those of whole weights, a byte a parameter, and gathers nothing.
+
+    Beside its shards. For [adapters](lora.md) on a few GPUs with room for it."""
 
 
 class GradientReduceConfig(Section):

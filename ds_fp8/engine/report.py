@@ -184,7 +184,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fp8_gathered_parameters": gathered_count,
         "fp8_shard_bytes_per_rank": state.weights.nbytes if state.weights else 0,
         "frozen_weights_with_bf16": None if gather is None else gather.frozen_with_bf16(),
-        "gathered_bytes_per_parameter": (2 * total - gathered_count) / total,
+        "frozen_weights_whole": 0 if gather is None else gather.kept_numel,
+        "gathered_bytes_per_parameter": (2 * total - gathered_count - (gather.kept_numel if gather else 0)) / total,
         "grad_reduce": fp8.grad_reduce.format,
         "grad_scale": fp8.grad_reduce.scale,
         "hosts": state.hosts.count,
@@ -228,6 +229,12 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     ]
     if (without := _without_outlier_channels(state)) is not None:
         report["notes"].append(without)
+    masters = None if gather is None else gather.masters
+    if masters is not None and (slow := masters.stepped_in_torch):
+        report["notes"].append(
+            f"optimizer.master: rows or shards of {slow} weights are no multiples of 128, so that their step runs in "
+            'torch: slower, and with FP32 masters of a sub-group for a moment ("master": "fp32" has a kernel for all)'
+        )
     if report["emulated"]:
         formats = ", ".join(report["emulated"])
         report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here computes with them natively")
@@ -373,7 +380,8 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
     if (frozen := report["frozen_weights_with_bf16"]) is not None:
         kept, all_of_them = frozen
         beside = f"; of {kept:,} BF16 shards, too" if kept else " alone"
-        yield "frozen weights", f"{all_of_them:,} on the device in FP8, one byte each{beside}"
+        whole = f"; {report['frozen_weights_whole']:,} whole on every GPU" if report["frozen_weights_whole"] else ""
+        yield "frozen weights", f"{all_of_them:,} on the device in FP8, one byte each{beside}{whole}"
     step = "" if report["optimizer"] == NO_OPTIMIZER else f"{report['optimizer_step']}; "
     yield "optimizer step", f"{step}{_optimizer(report)}"
     yield "CUDA graphs", report["graphs"]

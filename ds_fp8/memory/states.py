@@ -114,6 +114,10 @@ def _is_coded(p: ParameterShape, w: Workload) -> bool:
     return p.trainable and w.fp8.optimizer.master != "fp32" and _in_fp8_only(p, w) and not why_no_correction(p.cast)
 
 
+def _is_kept_whole(p: ParameterShape, w: Workload) -> bool:
+    return w.gpus > 1 and w.fp8.param_gather.frozen == "whole" and not p.trainable and _in_fp8_only(p, w)
+
+
 def _room(p: ParameterShape, w: Workload) -> int:
     """Return the bytes of outlier blocks behind the rows of a weight: none where shards are not whole rows."""
     if not p.channels or p.rows % w.gpus or not _in_fp8_only(p, w) or _is_coded(p, w):
@@ -127,7 +131,7 @@ def _fp8_weights(w: Workload) -> int:
 
     Of a weight [R, C] that is scales in FP32, 4 R C / 128^2 for blocks of 128x128, 4 R for rows, 4 for tensors, taken
     as if its rows were as long as the hidden size; and without room for them R bytes of residuals for each of its
-    outlier channels.
+    outlier channels. With fp8.param_gather.frozen "whole" also the codes of frozen ones, which are not gathered.
     """
     gathered_in_fp8 = [p for p in w.model.parameters if _in_fp8_only(p, w)]
     of_whole = 0
@@ -135,6 +139,7 @@ def _fp8_weights(w: Workload) -> int:
         rows = math.ceil(weight.numel / w.model.hidden)
         scales = math.prod(scale_shape((rows, w.model.hidden), weight.cast.granularity))
         of_whole += FP32 * scales + (0 if _room(weight, w) else weight.rows * weight.channels)
+    of_whole += sum(weight.numel for weight in gathered_in_fp8 if _is_kept_whole(weight, w))
     room = sum(_room(weight, w) for weight in gathered_in_fp8) // w.gpus
     return shard_numel(gathered_in_fp8, w.gpus) + room + of_whole
 
@@ -146,7 +151,7 @@ def gathered(parameters: Iterable[ParameterShape], w: Workload) -> int:
     """Return the bytes of these parameters, gathered: 2 a parameter, in FP8 1; views of their shards on one GPU."""
     if w.gpus == 1:
         return 0
-    partitioned = [parameter for parameter in parameters if is_partitioned(parameter, w)]
+    partitioned = [p for p in parameters if is_partitioned(p, w) and not _is_kept_whole(p, w)]
     return sum(p.numel * (1 if w.gathers_in_fp8 and p.in_fp8 else BF16) + _room(p, w) for p in partitioned)
 
 

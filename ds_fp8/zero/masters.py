@@ -143,6 +143,11 @@ class MasterSet(CastSet):
             coded = {index: members for index, members in self._members.items() if members[0][0] in self.weights}
             self._tiles = {index: TileStep(members) for index, members in coded.items()}
 
+    @property
+    def stepped_in_torch(self) -> int:
+        """Return the number of weights whose shapes no kernel takes, on a GPU: each takes tens of launches a step."""
+        return sum(len(self._members[index]) for index, kernel in self._tiles.items() if not kernel.whole)
+
     # ---------------------------------------------------------------- casts of what loads and users wrote
 
     @property

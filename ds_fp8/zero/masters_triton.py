@@ -152,9 +152,10 @@ class TileStep:
     """The step of one sub-group: one launch, and two more for blocks on several ranks."""
 
     def __init__(self, members: Sequence[tuple[ShardedWeight, int]]):
-        self._whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
+        self.whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
             number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
         )
+        """Whether all rows and shards are of 128s, and cast alike."""
         self._even = all(weight.shard.shape[0] % BLOCK == 0 for weight, _ in members)
         """Whether all blocks of one rank alone are whole."""
         self._members = members = [(weight, start) for weight, start in members if weight.shard.valid]
@@ -174,7 +175,7 @@ class TileStep:
     def takes(self, exp_avg: torch.Tensor | Moment, exp_avg_sq: torch.Tensor | Moment) -> bool:
         """Return whether the kernel can step these weights and moments; the same on all ranks."""
         moments = [moment for moment in (exp_avg, exp_avg_sq) if isinstance(moment, Moment)]
-        return self._whole and all(m.layout.granularity == "1x128" and m.codec.emulated is None for m in moments)
+        return self.whole and all(m.layout.granularity == "1x128" and m.codec.emulated is None for m in moments)
 
     def __call__(
         self,

@@ -88,6 +88,8 @@ class ShardedWeight:
         self.numel = rows * columns
         self.data: torch.Tensor
         """uint8 [codes_in_shard], the FP8 codes of the shard; a slice of the buffer of all shards."""
+        self.kept: torch.Tensor | None = None
+        """uint8 [world * codes_in_shard], all ranks' codes: no gather of this weight sends anything."""
         self.scale: torch.Tensor
         """Scales of the whole weight; a view of the buffer of all scales."""
         self.scale_start: int
@@ -197,7 +199,7 @@ class ShardedWeight:
     def reshard(self) -> None:
         """Drop the operand, before DeepSpeed frees the parameter's data."""
         if self.operand is not None:
-            if not self.operand_is_shard:
+            if not self.operand_in_place:
                 # Allocated on the stream of gathers, read by products on this one.
                 streams.used_by_current_stream(self.operand.data)
             setattr(self.parameter, GATHERED, None)
@@ -214,11 +216,11 @@ class ShardedWeight:
         return not self.has_bf16 and not is_trained(self.parameter)
 
     @property
-    def operand_is_shard(self) -> bool:
-        """Return whether the operand is this rank's shard itself, as it may be on one rank."""
-        whole = self.operand
-        mine = self.data.untyped_storage().data_ptr()
-        return whole is not None and whole.data.untyped_storage().data_ptr() == mine
+    def operand_in_place(self) -> bool:
+        """Return whether the next cast writes to the operand: to the shard itself (one rank), or to what is kept."""
+        whole, places = self.operand, [self.data] if self.kept is None else [self.data, self.kept]
+        mine = {place.untyped_storage().data_ptr() for place in places}
+        return whole is not None and whole.data.untyped_storage().data_ptr() in mine
 
     @property
     def operand_codes(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ rank of the row writes: their gathers bring the operand of fprop, and nothing of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import deepspeed
@@ -141,8 +141,14 @@ class ShardedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this rank's FP8 shards, and of scales and outlier channels' residuals of all weights."""
-        return self.codes.nbytes + sum(some.nbytes for some in self._sets)
+        """Return the bytes of this rank's FP8 shards, and of whole weights: kept codes, scales, outliers' residuals."""
+        kept = sum(weight.kept.nbytes for weight in self if weight.kept is not None)
+        return self.codes.nbytes + kept + sum(some.nbytes for some in self._sets)
+
+    @property
+    def kept_numel(self) -> int:
+        """Return the parameters that every rank has whole in FP8, and never gathers."""
+        return sum(weight.numel for weight in self if weight.kept is not None and weight.in_fp8)
 
     def addresses(self) -> tuple[int, ...]:
         """Return where the shards lie, and which weights are gathered from them."""
@@ -180,11 +186,12 @@ class ShardedWeights:
             for some in stale:
                 some.cast(self._wire)
             self.transport.written()
+            self._gather_kept(weight for some in stale for weight in some.weights)
             self._refreshed = streams.record_event()  # gathers begin behind it
 
     def _copy_operands(self) -> bool:
         """Copy the codes of weights that are used in place; DeepSpeed has resharded nearly all by now."""
-        in_use = [weight for weight in self if weight.operand_is_shard]
+        in_use = [weight for weight in self if weight.operand_in_place]
         for weight in in_use:
             weight.copy_operand()
         return bool(in_use)
@@ -219,13 +226,31 @@ class ShardedWeights:
                 some.write_residuals(self._wire, only)
                 written += some.weights
         self.transport.written()
+        self._gather_kept(weight for weight in written if weight.has_room)
         self._refreshed = streams.record_event()
         for weight in written:
             # The product that has just found its channels has its weights already, with the blocks of before.
-            if weight.has_room and only in (None, weight.outliers) and weight.operand and not weight.operand_is_shard:
+            if weight.has_room and only in (None, weight.outliers) and weight.operand and not weight.operand_in_place:
                 self._wire.count(GATHER, "all_gather", weight.data.nbytes, weight.shard.group)
                 self.transport.gather([weight.operand_codes], [weight.data], weight.shard.group).wait()
                 weight.finish_unshard(weight.operand_codes, weight.scale)
+
+    def keep_frozen_whole(self) -> None:
+        """Keep all ranks' codes of frozen weights on each from now on. Collective."""
+        self.cast_and_wait()
+        for stack in stacks_of(self):
+            if stack[0].shard.world > 1 and not any(is_trained(weight.parameter) for weight in stack):
+                for weight, kept in zip(stack, self._room_for(stack), strict=True):
+                    weight.kept = kept
+        self._gather_kept(self)
+
+    def _gather_kept(self, weights: Iterable[ShardedWeight]) -> None:
+        """Gather codes that every rank keeps, after they were written; the current stream waits. Collective."""
+        kept = sorted((weight for weight in weights if weight.kept is not None), key=lambda weight: weight.start)
+        for some in in_runs(kept, lambda weight: id(weight.shard.group)):
+            self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in some), some[0].shard.group)
+            outputs, inputs = [weight.kept for weight in some], [weight.data for weight in some]
+            self.transport.gather(outputs, inputs, some[0].shard.group).wait()
 
     def pin_scales(self) -> None:
         """Keep the scales where they are from now on: later casts write them in place, for CUDA graphs read them.
@@ -283,10 +308,11 @@ class ShardedWeights:
                 # overwrite it while a product reads; `cast` copies what is gathered at that moment.
                 landed.update((weight, weight.data) for weight in stack)
                 continue
+            if all(weight.kept is not None for weight in stack):
+                landed.update((weight, weight.kept) for weight in stack)
+                continue
             sent += stack
-            # One allocation for a stack: what lands side by side is one operand, without a concatenation.
-            lengths = [world * weight.codes_in_shard for weight in stack]
-            landed.update(zip(stack, self.transport.allocate(sum(lengths)).split(lengths), strict=True))
+            landed.update(zip(stack, self._room_for(stack), strict=True))
         self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
         outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
         # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
@@ -310,6 +336,12 @@ class ShardedWeights:
 
         return finish
 
+    def _room_for(self, stack: list[ShardedWeight]) -> Sequence[torch.Tensor]:
+        """Return memory for the codes of a stack, all ranks' shards [W * n] of each."""
+        # One allocation for a stack: what lands side by side is one operand, without a concatenation.
+        lengths = [weight.shard.world * weight.codes_in_shard for weight in stack]
+        return self.transport.allocate(sum(lengths)).split(lengths)
+
     def whole(self, parameter: nn.Parameter) -> QuantizedTensor:
         """Gather one weight for a reader other than its layer. Collective, between two steps."""
         weight = self._weights[id(parameter)]
@@ -318,7 +350,7 @@ class ShardedWeights:
         self.cast()
         # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it.
         self._unshard([weight])()
-        if weight.operand_is_shard:  # which the next cast overwrites: the reader gets a copy to keep
+        if weight.operand_in_place:  # which the next cast overwrites: the reader gets a copy to keep
             weight.copy_operand()
         whole = replace(weight.operand, data=weight.operand.data.contiguous())  # without room
         reshard(parameter)

@@ -4,7 +4,8 @@ A variant is "bf16[/liger][/offload]" (plain DeepSpeed; masters and moments on t
 "torch[/liger][/compile][/flashoptim[/release]]" (torch alone in BF16, on one GPU; with FlashOptim's 24-bit masters and
 8-bit moments, and gradients released, which leaves no clipping) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the
 optimizer section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture),
-fp8-head, 64-outliers (outlier channels), fp8-attention, graph, graph-auto, and the name of a GEMM backend.
+fp8-head, 64-outliers (outlier channels), fp8-attention, whole-base (frozen weights whole on every GPU), graph,
+graph-auto, and the name of a GEMM backend.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "fp8-experts": {"linear": {"expert_products": "fp8"}},
     "fp8-head": {"loss": {"head": "fp8"}},
     "64-outliers": {"linear": {"outlier_channels": 64}},
+    "whole-base": {"param_gather": {"frozen": "whole"}},
     "graph": {"graph": "on"},
     "graph-auto": {"graph": "auto"},
     "fp8-attention": {"attention": {"format": "e4m3"}},

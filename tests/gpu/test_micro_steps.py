@@ -377,8 +377,8 @@ def test_a_check_takes_no_activations_beside_those_of_the_graph(gpu_ranks):
 class WithAdapters:
     """A LoRA model whose layers are fused, its loss fused or that of DPO; every other option as `train`."""
 
-    def __init__(self, graph, dpo, dropout=0.0, fuse="auto"):
-        self._graph, self._dpo, self._dropout, self._fuse = graph, dpo, dropout, fuse
+    def __init__(self, graph, dpo, dropout=0.0, fuse="auto", frozen="sharded"):
+        self._graph, self._dpo, self._dropout, self._fuse, self._frozen = graph, dpo, dropout, fuse, frozen
 
     def __call__(self, _=None):
         import deepspeed
@@ -398,6 +398,7 @@ class WithAdapters:
             model = peft.get_peft_model(model, adapters).bfloat16()
         original = {name: p.detach().clone() for name, p in model.named_parameters()}
         section = {"preset": "hybrid_fast", "graph": self._graph, "fuse": self._fuse, "monitor": {"every": 0}}
+        section["param_gather"] = {"frozen": self._frozen}
         config = models.config(section) | {"train_micro_batch_size_per_gpu": 2}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
@@ -442,6 +443,14 @@ def test_fused_adapters_train_as_graphs_by_themselves(gpu_ranks, world, dpo, dro
     for theirs, ours in zip(launched, captured, strict=True):
         assert ours[0] == theirs[0]
         assert ours[1] == (None, 1), ours[2]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("graph", ["off", "auto"])
+def test_a_base_that_every_gpu_has_whole_trains_the_same_adapters(gpu_ranks, graph):
+    sharded, whole = (gpu_ranks(2, WithAdapters(graph, False, frozen=codes)) for codes in ("sharded", "whole"))
+    for theirs, ours in zip(sharded, whole, strict=True):
+        assert ours[:2] == theirs[:2], ours[2]
 
 
 def test_fused_adapters_train_as_those_that_peft_runs(gpu_ranks):

@@ -84,13 +84,16 @@ def test_a_step_of_lora_sends_adapters_and_no_weights(ranks):
         assert cast == 0
 
 
-def with_adapters(frozen_on_host):
-    """Losses of a model with adapters that is sharded one by one; where the BF16 shards lie of what is frozen."""
+def with_adapters(frozen_on_host, section=None):
+    """Losses of a model with adapters that is sharded one by one; where the BF16 shards lie of what is frozen.
+
+    The third: bytes gathered after the first step.
+    """
     import ds_fp8
 
     torch.manual_seed(0)
     model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, target_modules="all-linear")).bfloat16()
-    config = models.config(SECTION, stage3_param_persistence_threshold=2000)
+    config = models.config(SECTION | (section or {}), stage3_param_persistence_threshold=2000)
     shard_one_by_one(model, config, frozen_on_host)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
@@ -100,16 +103,29 @@ def with_adapters(frozen_on_host):
         losses.append(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
         engine.backward(losses[-1])
         engine.step()
+        if step == 0:
+            engine.fp8.wire.take()
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
     assert {p.device.type for p in frozen} == {engine.device.type}
     places = [
         {p.ds_tensor.device.type for p in frozen if engine.fp8.weights.on_host(p) is coded} for coded in (True, False)
     ]
-    return [loss.item() for loss in losses], places
+    return [loss.item() for loss in losses], places, engine.fp8.wire.take()["all_gather_bytes"]
 
 
 def test_frozen_weights_may_be_sharded_into_host_memory(ranks):
     assert ranks(2, with_adapters, True) == ranks(2, with_adapters, False)
+
+
+def test_frozen_weights_that_every_rank_has_whole_are_not_gathered(ranks):
+    for preset in ("infir2", "precise"):
+        sharded, whole = (
+            ranks(2, with_adapters, True, {"preset": preset, "param_gather": {"frozen": codes}})
+            for codes in ("sharded", "whole")
+        )
+        for (losses, places, sent), (expected, same, before) in zip(whole, sharded, strict=True):
+            assert (losses, places) == (expected, same)
+            assert sent < before / 2  # adapters
 
 
 def casts_of_steps():
@@ -137,9 +153,10 @@ def test_a_step_casts_what_it_has_changed(ranks):
         assert all(0 < sent <= 4 * scales for _, sent in stepped)
 
 
-def writes(how, folder):
+def writes(how, folder, frozen_codes):
     """A frozen and a trained weight, as gathered after a write, and what they should be then: the cast of BF16."""
-    engine = models.build(models.config(SECTION), prepare=freeze_two_layers, sizes=(132, 300))
+    section = SECTION | {"param_gather": {"frozen": frozen_codes}}
+    engine = models.build(models.config(section), prepare=freeze_two_layers, sizes=(132, 300))
     frozen, trained = engine.module.layers[0].up.weight, engine.module.layers[2].up.weight
     if how.startswith("load"):
         engine.save_checkpoint(folder)
@@ -169,18 +186,20 @@ def writes(how, folder):
     return result, before
 
 
+@pytest.mark.parametrize("codes", ["sharded", "whole"])
 @pytest.mark.parametrize("how", ["GatheredParameters", "load", "load module only", "masters", "unfrozen"])
-def test_what_somebody_writes_is_cast_again(ranks, tmp_path, how):
-    for pairs, before in ranks(2, writes, how, str(tmp_path)):
+def test_what_somebody_writes_is_cast_again(ranks, tmp_path, how, codes):
+    for pairs, before in ranks(2, writes, how, str(tmp_path), codes):
         for ours, expected in pairs:
             assert torch.equal(ours, expected)
         times = 3 if how == "GatheredParameters" else 1
         torch.testing.assert_close(pairs[0][0], times * before, rtol=0.1, atol=1e-3)
 
 
-def mixed():
+def mixed(codes="sharded"):
     """Losses of a run in which one weight of a fused product is frozen, and whether every weight is cast aright."""
-    engine = models.build(models.config(SECTION), layers=[branches], prepare=freeze_a_branch)
+    section = SECTION | {"param_gather": {"frozen": codes}}
+    engine = models.build(models.config(section), layers=[branches], prepare=freeze_a_branch)
     losses = models.train(engine, 3)
     linears = [module.weight for module in engine.module.modules() if isinstance(module, FP8Linear)]
     wholes = [models.full_master(weight) if weight.requires_grad else bf16(weight) for weight in linears]
@@ -205,6 +224,7 @@ def freeze_a_branch(model):
 
 def test_a_fused_product_may_be_frozen_in_part(ranks):
     (losses, right), (expected, _) = ranks(2, mixed)[0], ranks(3, mixed)[0]
+    assert (losses, right) == ranks(2, mixed, "whole")[0]
     assert len(right) == 4
     assert all(right)
     assert len(losses) == len(expected) == 3

@@ -135,3 +135,12 @@ def test_the_kernels_codes_are_those_of_torch(scale):
         # Quotients by FP32 scales are found with fused products, which the interpreter rounds twice.
         assert apart.max() <= (0 if scale == "pow2" else 1)
         assert apart.float().mean() <= (1e-4 if EXACT else 0.2)
+
+
+@pytest.mark.parametrize(("columns", "world", "whole"), [(128, 2, True), (192, 1, False), (128, 3, False)])
+def test_rows_or_shards_that_are_no_multiples_of_128_have_no_kernel(columns, world, whole):
+    """A group of their moments lies on two rows of a block, or on two ranks."""
+    weights = weights_of(0, world, "128x128", DEVICE, [(256, columns)])
+    for weight in weights:
+        weight.correction = torch.zeros(weight.shard.numel, dtype=torch.int16, device=DEVICE)
+    assert kernels.TileStep([(weights[0], 0)]).whole is whole

@@ -194,6 +194,7 @@ def test_an_unknown_key_names_the_nearest(section, key, meant):
         ({"linear": {"skip": "lm_head"}}, "fp8.linear.skip"),
         ({"activations": {"save": "fp16"}}, "fp8.activations.save"),
         ({"param_gather": {"format": "int8"}}, "fp8.param_gather.format"),
+        ({"param_gather": {"format": "bf16", "frozen": "whole"}}, "fp8.param_gather.frozen"),
         ({"grad_reduce": {"scale": "deep"}}, "fp8.grad_reduce.scale"),
         ({"optimizer": {"exp_avg": "int5"}}, "fp8.optimizer.exp_avg"),
         ({"monitor": {"every": -1}}, "fp8.monitor.every"),

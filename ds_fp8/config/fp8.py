@@ -67,9 +67,20 @@ class ParameterGatherConfig(Section):
     """That of linear.weight, or bf16. Weights with an override travel in its cast, or in BF16 where that cannot be
     sharded."""
     frozen: Literal["sharded", "whole"] = "sharded"
-    """Codes of frozen weights. whole: every GPU keeps those of whole weights, a byte a parameter, and gathers nothing.
+    """Codes of frozen weights. whole: every GPU keeps those of whole weights, a byte a parameter, and gathers none.
 
-    Beside its shards. For [adapters](lora.md) on a few GPUs with room for it."""
+    Beside its shards. For [adapters](lora.md) on a few GPUs with room for it. Frozen weights that are no FP8 linears
+    (embedding, head, `linear.skip`) are gathered in BF16 as before."""
+
+    @model_validator(mode="after")
+    def _codes_need_a_format(self) -> ParameterGatherConfig:
+        if self.format == "bf16" and self.frozen == "whole":
+            raise UserError(
+                'param_gather.frozen "whole" keeps FP8 codes, but param_gather.format is "bf16"',
+                key="fp8.param_gather.frozen",
+                remedy='remove "frozen", or "format": "e4m3"',
+            )
+        return self
 
 
 class GradientReduceConfig(Section):

@@ -385,7 +385,7 @@ class MicroStepGraphs:
         self._settle()
         # Now, before the graph takes what is free, a check can be tried out.
         before = self._checks.state()
-        needed = self._graphs.growth(functools.partial(self._compute, here))
+        needed = self._graphs.memory_of_check(functools.partial(self._compute, here))
         self._graphs.check_bytes = max(self._graphs.check_bytes, needed)
         before.restore()
         if gather is not None:

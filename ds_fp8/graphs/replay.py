@@ -382,14 +382,17 @@ class CapturedGraphs:
             graph.close()
             raise torch.OutOfMemoryError(f"CUDA graphs would leave {free / 2**30:.2f} GiB of the GPU's memory free")
 
-    def growth(self, run: Callable[[], Any]) -> int:
-        """Return by how many bytes the memory that torch reserves grows while something runs."""
+    def memory_of_check(self, compute: Callable[[], list[Any]]) -> int:
+        """Return the bytes that Python needs beside a graph to compute its outputs, and for two copies of the graph's.
+
+        Those of the forward that is compared and of a replay that tells how far apart replays are.
+        """
         # Not by the peak of what is allocated: resetting it would change the user's own figures, and pieces between
         # blocks count, too.
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
-        run()
-        return torch.cuda.memory_reserved(self._device) - before
+        copies = 2 * sum(output.nbytes for output in compute() if torch.is_tensor(output))
+        return torch.cuda.memory_reserved(self._device) - before + copies
 
     def has_room(self, needed: int) -> bool:
         """Return whether so many bytes can be had beside the graphs."""

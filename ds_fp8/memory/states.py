@@ -139,7 +139,7 @@ def _fp8_weights(w: Workload) -> int:
         rows = math.ceil(weight.numel / w.model.hidden)
         scales = math.prod(scale_shape((rows, w.model.hidden), weight.cast.granularity))
         of_whole += FP32 * scales + (0 if _room(weight, w) else weight.rows * weight.channels)
-    of_whole += sum(weight.numel for weight in gathered_in_fp8 if _is_kept_whole(weight, w))
+    of_whole += sum(weight.numel + _room(weight, w) for weight in gathered_in_fp8 if _is_kept_whole(weight, w))
     room = sum(_room(weight, w) for weight in gathered_in_fp8) // w.gpus
     return shard_numel(gathered_in_fp8, w.gpus) + room + of_whole
 

@@ -247,7 +247,7 @@ class ShardedWeight:
 
     def leave_fp8(self) -> None:
         """Let DeepSpeed gather this weight from now on; what is gathered in FP8 stays so until resharded."""
-        self.in_fp8 = False
+        self.in_fp8, self.kept = False, None
 
     def need_no_bf16(self) -> None:
         """Keep a BF16 shard only while something reads it."""

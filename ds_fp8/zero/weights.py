@@ -148,7 +148,7 @@ class ShardedWeights:
     @property
     def kept_numel(self) -> int:
         """Return the parameters that every rank has whole in FP8, and never gathers."""
-        return sum(weight.numel for weight in self if weight.kept is not None and weight.in_fp8)
+        return sum(weight.numel for weight in self if weight.kept is not None)
 
     def addresses(self) -> tuple[int, ...]:
         """Return where the shards lie, and which weights are gathered from them."""
@@ -226,7 +226,7 @@ class ShardedWeights:
                 some.write_residuals(self._wire, only)
                 written += some.weights
         self.transport.written()
-        self._gather_kept(weight for weight in written if weight.has_room)
+        self._gather_kept(weight for weight in written if weight.has_room and only in (None, weight.outliers))
         self._refreshed = streams.record_event()
         for weight in written:
             # The product that has just found its channels has its weights already, with the blocks of before.
@@ -239,10 +239,11 @@ class ShardedWeights:
         """Keep all ranks' codes of frozen weights on each from now on. Collective."""
         self.cast_and_wait()
         for stack in stacks_of(self):
-            if stack[0].shard.world > 1 and not any(is_trained(weight.parameter) for weight in stack):
+            if stack[0].shard.world > 1 and all(w.in_fp8 and not is_trained(w.parameter) for w in stack):
                 for weight, kept in zip(stack, self._room_for(stack), strict=True):
                     weight.kept = kept
         self._gather_kept(self)
+        self._refreshed = streams.record_event()  # products read what is kept as they read shards
 
     def _gather_kept(self, weights: Iterable[ShardedWeight]) -> None:
         """Gather codes that every rank keeps, after they were written; the current stream waits. Collective."""
@@ -427,6 +428,7 @@ class ShardedWeights:
         for weight in self:
             if weight.state is State.UNSHARDED_FP8:
                 reshard(weight.parameter)
+            weight.leave_fp8()
             weight.make_bf16()
         self.restore_bf16()
 
@@ -441,6 +443,7 @@ class ShardedWeights:
 
     def end_fp8(self) -> None:
         """Gather all weights in BF16 from now on, on all ranks, from shards made for each gather."""
+        self.wait_for_cast()  # it may still write codes that are kept whole, and freed now
         for weight in self:
             weight.leave_fp8()
 

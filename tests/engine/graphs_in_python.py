@@ -158,7 +158,7 @@ class RecordedGraphs(CapturedGraphs):
         self.log.append(f"replayed for {graph.max_documents}")
         return super().replay(graph, batch)
 
-    def growth(self, run):
+    def memory_of_check(self, run):
         run()
         assert self.log.pop() == "eager"
         return 0

@@ -31,7 +31,7 @@ CASES = {
         "model": FOUR_LAYERS,
     },
     "adapters of some linears": {"train": {"lora": {"targets": ["q_proj", "down_proj"], "dropout": 0.1}}},
-    "adapters, base whole": {"train": {"lora": {}}, "fp8": {"param_gather": {"frozen": "whole"}}},
+    "adapters, base whole": {"train": {"lora": {}}, "fp8": {"preset": "precise", "param_gather": {"frozen": "whole"}}},
     "adapters in BF16": {"train": {"lora": {}}, "fp8": {"enabled": False}},
     "scales by tensor": {"fp8": {"preset": "fp8lm_o2"}},
     "masters of codes, compressed moments": {

@@ -87,7 +87,7 @@ def test_a_step_of_lora_sends_adapters_and_no_weights(ranks):
 def with_adapters(frozen_on_host, section=None):
     """Losses of a model with adapters that is sharded one by one; where the BF16 shards lie of what is frozen.
 
-    The third: bytes gathered after the first step.
+    Then the bytes gathered until the first step's end, and after it.
     """
     import ds_fp8
 
@@ -97,20 +97,20 @@ def with_adapters(frozen_on_host, section=None):
     shard_one_by_one(model, config, frozen_on_host)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
-    losses = []
+    losses, gathers = [], []
     for step in range(3):
         tokens = models.batch(step, dist.get_rank()).to(engine.device)
         losses.append(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
         engine.backward(losses[-1])
         engine.step()
-        if step == 0:
-            engine.fp8.wire.take()
+        if step != 1:
+            gathers.append(engine.fp8.wire.take()["all_gather_bytes"])
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
     assert {p.device.type for p in frozen} == {engine.device.type}
     places = [
         {p.ds_tensor.device.type for p in frozen if engine.fp8.weights.on_host(p) is coded} for coded in (True, False)
     ]
-    return [loss.item() for loss in losses], places, engine.fp8.wire.take()["all_gather_bytes"]
+    return [loss.item() for loss in losses], places, gathers
 
 
 def test_frozen_weights_may_be_sharded_into_host_memory(ranks):
@@ -123,9 +123,32 @@ def test_frozen_weights_that_every_rank_has_whole_are_not_gathered(ranks):
             ranks(2, with_adapters, True, {"preset": preset, "param_gather": {"frozen": codes}})
             for codes in ("sharded", "whole")
         )
-        for (losses, places, sent), (expected, same, before) in zip(whole, sharded, strict=True):
+        for (losses, places, (first, later)), (expected, same, before) in zip(whole, sharded, strict=True):
             assert (losses, places) == (expected, same)
-            assert sent < before / 2  # adapters
+            assert first <= before[0]  # once, and each product's again when its channels were found
+            assert later < before[1] / 2  # adapters
+
+
+def left_by_one(codes):
+    """Losses of a run that a weight leaves FP8 in; by how many bytes it frees; weights kept whole then, at the end."""
+    section = SECTION | {"param_gather": {"frozen": codes}}
+    engine = models.build(models.config(section), prepare=freeze_two_layers)
+    weights, one = engine.fp8.weights, engine.module.layers[0].up.weight
+    losses, before, expected = models.train(engine, 1), weights.nbytes, weights.kept_numel - one.ds_numel
+    weights.leave_fp8([one])
+    freed = before - weights.nbytes
+    losses += models.train(engine, 2, start=1)
+    kept = weights.kept_numel
+    engine.destroy()
+    return losses, freed / one.ds_numel, kept == expected, weights.kept_numel
+
+
+def test_codes_are_kept_for_as_long_as_they_are_used(ranks):
+    (losses, freed, others, end), (expected, *_) = (ranks(2, left_by_one, codes)[0] for codes in ("whole", "sharded"))
+    assert losses == expected
+    assert 1 <= freed < 1.01
+    assert others
+    assert end == 0
 
 
 def casts_of_steps():

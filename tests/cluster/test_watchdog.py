@@ -248,13 +248,17 @@ def stopped_and_continued(rank: int, seconds: float) -> int:
     begin(TIMEOUT)
     everybody = seconds > TIMEOUT
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    if rank == 1 or everybody:
-        me = os.getpid()
-        if os.fork() == 0:
-            time.sleep(seconds)
-            os.kill(me, signal.SIGCONT)
-            os._exit(0)
-        os.kill(me, signal.SIGSTOP)
+    stops = rank == 1 or everybody
+    if stops and os.fork() == 0:
+        stopped = psutil.Process(os.getppid())
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        stopped.resume()
+        os._exit(0)
+    dist.barrier()  # all at one moment, also on a busy machine
+    if stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
     dist.barrier()
     watchdog.beat("step 8")
     time.sleep(1)

@@ -245,14 +245,19 @@ SITUATIONS = {
 }
 
 
-def compare(ours, expected, exactly):
+ROUNDED = 1e-4
+"""Relative: of the few tokens of an expert some CPUs sum products in another order than of many, and round a few
+elements of a gradient otherwise. 3e-7 was seen."""
+
+
+def compare(ours, expected, exactly=False, bound=0.02):
     for mine, theirs in zip(ours, expected, strict=True):
         assert mine.keys() == theirs.keys()
         for name, gradient in theirs.items():
             if exactly:
                 assert torch.equal(mine[name], gradient), name
             else:  # the sums of a loop over the experts are rounded elsewhere
-                assert (mine[name] - gradient).norm() <= 0.02 * gradient.norm(), name
+                assert (mine[name] - gradient).norm() <= bound * gradient.norm(), name
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
@@ -288,7 +293,7 @@ def test_gradients_of_adapters_are_those_beside_the_decoded_weights(ranks, basel
     world = 3 if "rank" in situation else 2
     ours = ranks(world, gradients, EXACT, routing, implementation, recompute, accumulate, 3, zero, True)
     expected = baseline(world, gradients, {"enabled": False}, routing, "grouped_mm", None, accumulate, 1, {}, True)
-    compare(ours, expected, exactly=implementation == "grouped_mm")
+    compare(ours, expected, bound=ROUNDED if implementation == "grouped_mm" else 0.02)
     assert sum("experts" in name for name in ours[0]) == 8
 
 

@@ -232,8 +232,9 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     masters = None if gather is None else gather.masters
     if masters is not None and (slow := masters.stepped_in_torch):
         report["notes"].append(
-            f"optimizer.master: rows or shards of {slow} weights are no multiples of 128, so that their step runs in "
-            'torch: slower, and with FP32 masters of a sub-group for a moment ("master": "fp32" has a kernel for all)'
+            f"optimizer.master: {slow} weights have rows or shards that are no multiples of 128, or other casts beside "
+            "them in a sub-group: their step runs in torch, slower, and with FP32 masters of a sub-group for a moment "
+            '("master": "fp32" has a kernel for all)'
         )
     if report["emulated"]:
         formats = ", ".join(report["emulated"])

@@ -145,7 +145,7 @@ class MasterSet(CastSet):
 
     @property
     def stepped_in_torch(self) -> int:
-        """Return the number of weights whose shapes no kernel takes, on a GPU: each takes tens of launches a step."""
+        """Return the number of weights that no kernel steps, on a GPU: each takes tens of launches a step."""
         return sum(len(self._members[index]) for index, kernel in self._tiles.items() if not kernel.whole)
 
     # ---------------------------------------------------------------- casts of what loads and users wrote

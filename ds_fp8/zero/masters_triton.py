@@ -155,7 +155,7 @@ class TileStep:
         self.whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
             number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
         )
-        """Whether all rows and shards are of 128s, and cast alike."""
+        """True if all rows and shards are multiples of 128, and all weights are cast alike."""
         self._even = all(weight.shard.shape[0] % BLOCK == 0 for weight, _ in members)
         """Whether all blocks of one rank alone are whole."""
         self._members = members = [(weight, start) for weight, start in members if weight.shard.valid]

@@ -140,6 +140,7 @@ class ShardedWeight:
     def __repr__(self) -> str:
         shard = self.shard
         flags = [name for name in ("stale", "in_fp8", "frees_bf16", "has_bf16") if getattr(self, name)]
+        flags += ["kept whole"] if self.kept is not None else []
         return (
             f"ShardedWeight({tuple(shard.shape)}, {self.spec}, elements {shard.start} to {shard.start + shard.valid} "
             f"of one of {shard.world} ranks, {self.state.value}, cast from {self.source.value}, {', '.join(flags)})"
@@ -244,6 +245,10 @@ class ShardedWeight:
     def was_cast(self, scales: torch.Tensor) -> None:
         """Note that the codes are those of the present numbers, with scales in the buffer `scales` of all weights."""
         self.stale, self.scale, self.shown = False, self.scales_in(scales), False
+
+    def keep_whole(self, codes: torch.Tensor) -> None:
+        """Keep all ranks' codes from now on, in memory [world * codes_in_shard] that the next gather fills."""
+        self.kept = codes
 
     def leave_fp8(self) -> None:
         """Let DeepSpeed gather this weight from now on; what is gathered in FP8 stays so until resharded."""

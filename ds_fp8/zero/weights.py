@@ -147,7 +147,7 @@ class ShardedWeights:
 
     @property
     def kept_numel(self) -> int:
-        """Return the parameters that every rank has whole in FP8, and never gathers."""
+        """Return the number of parameters that every rank has whole in FP8, and never gathers."""
         return sum(weight.numel for weight in self if weight.kept is not None)
 
     def addresses(self) -> tuple[int, ...]:
@@ -226,11 +226,12 @@ class ShardedWeights:
                 some.write_residuals(self._wire, only)
                 written += some.weights
         self.transport.written()
-        self._gather_kept(weight for weight in written if weight.has_room and only in (None, weight.outliers))
+        in_room = [weight for weight in written if weight.has_room and only in (None, weight.outliers)]
+        self._gather_kept(in_room)
         self._refreshed = streams.record_event()
-        for weight in written:
+        for weight in in_room:
             # The product that has just found its channels has its weights already, with the blocks of before.
-            if weight.has_room and only in (None, weight.outliers) and weight.operand and not weight.operand_in_place:
+            if weight.operand and not weight.operand_in_place:
                 self._wire.count(GATHER, "all_gather", weight.data.nbytes, weight.shard.group)
                 self.transport.gather([weight.operand_codes], [weight.data], weight.shard.group).wait()
                 weight.finish_unshard(weight.operand_codes, weight.scale)
@@ -240,8 +241,8 @@ class ShardedWeights:
         self.cast_and_wait()
         for stack in stacks_of(self):
             if stack[0].shard.world > 1 and all(w.in_fp8 and not is_trained(w.parameter) for w in stack):
-                for weight, kept in zip(stack, self._room_for(stack), strict=True):
-                    weight.kept = kept
+                for weight, codes in zip(stack, self._room_for(stack), strict=True):
+                    weight.keep_whole(codes)
         self._gather_kept(self)
         self._refreshed = streams.record_event()  # products read what is kept as they read shards
 

@@ -158,8 +158,8 @@ class RecordedGraphs(CapturedGraphs):
         self.log.append(f"replayed for {graph.max_documents}")
         return super().replay(graph, batch)
 
-    def memory_of_check(self, run):
-        run()
+    def memory_of_check(self, compute):
+        compute()
         assert self.log.pop() == "eager"
         return 0
 

@@ -1,13 +1,13 @@
 """Outlier blocks in Triton; outliers.py has the maths and the references.
 
-Programs beyond the last tile of the cast write an outlier block of 128 rows each:
+Programs beyond the last tile of the cast write an outlier block each, of ROWS tokens or of 128 rows of a weight:
 
     v      = source[m, channels[c]] (times its factors)         64 channels c, and again for the other half
     block  = [v | v - code * scale]                             codes and scales of the same channels, already cast
     scale  = f(max over the block),  data = cast(block / scale)
 
 Casts leave room for the blocks behind every row, where whole tiles cover the row. Of others, and of weights without
-room, one program a tile copies 128 x 128 codes to their place in a wider operand.
+room, programs copy the codes of a tile each to their place in a wider operand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, reciproc
 from ds_fp8.casts.quantization import QuantizedTensor, block_scales, widened, width_with_outliers
 from ds_fp8.config.formats import BLOCK
 
+ROWS = tl.constexpr(32)
+"""Tokens of a program: with 128 there are too few programs to fill a GPU (docs/log/zero3.md, 2026-11-27)."""
 ROUND_EVERY_PRODUCT = {"enable_fp_fusion": False}
 """Option of kernels that subtract what a code stands for: fused with its product, the difference would round once less
 than the reference's."""
@@ -77,7 +79,7 @@ def _extend_input(
 ):
     # 0 where all is copied, K / 128 where the cast has left room: then these programs write the outlier blocks alone.
     tile = first_tile + tl.program_id(0)
-    m = tl.program_id(1) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if tile * 128 < K:
         copy_tile(data, wide, m, tile, M, K, pitch, width)
         factor = tl.load(scale + m * scale_m + tile * scale_k, mask=m < M)
@@ -151,11 +153,11 @@ def extend_input_tiles(
     M, K = x.shape
     source = source if source.stride(-1) == 1 else source.contiguous()
     if M:
-        _extend_input[wide.shape[1] // BLOCK - first_tile, tiles(M)](
+        _extend_input[wide.shape[1] // BLOCK - first_tile, triton.cdiv(M, ROWS.value)](
             x.data.view(torch.uint8), x.scale, source, row_factor, column_factor, channels,
             wide.data.view(torch.uint8), wide.scale, first_tile, M, K, x.data.stride(0), wide.shape[1], source.stride(0),
             *x.scale.stride(),
-            COUNT=len(channels), FACTORS=(row_factor is not None) + 2 * (column_factor is not None), num_warps=8,
+            COUNT=len(channels), FACTORS=(row_factor is not None) + 2 * (column_factor is not None), num_warps=4,
             **format_arguments(x.format, x.scale_type), **ROUND_EVERY_PRODUCT,
         )
     return wide

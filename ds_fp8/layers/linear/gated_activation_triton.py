@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.outliers_triton import copy_tile, gather_codes, place_of, store_outlier_block, wide_input
+from ds_fp8.casts.outliers_triton import ROWS, copy_tile, gather_codes, place_of, store_outlier_block, wide_input
 from ds_fp8.casts.primitives_triton import (
     COMPILED,
     GROUP,
@@ -382,7 +382,7 @@ def _extend_product(
 ):
     """Do _extend_input of casts/outliers_triton.py for v = act(gate) · up, computed again from [M, 2F]."""
     tile = first_tile + tl.program_id(0)
-    m = tl.program_id(1) * 128 + tl.arange(0, 128)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if tile * 128 < F:
         copy_tile(data, wide, m, tile, M, F, pitch, width)
         tl.store(wide_scale + tile * M + m, tl.load(scale + m * scale_m + tile * scale_k, mask=m < M), mask=m < M)
@@ -407,9 +407,9 @@ def extend_product_tiles(
     M, F = cast.shape
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
     if M:
-        _extend_product[wide.shape[1] // BLOCK - first_tile, tiles(M)](
+        _extend_product[wide.shape[1] // BLOCK - first_tile, triton.cdiv(M, ROWS.value)](
             cast.data.view(torch.uint8), cast.scale, gate_up, channels, wide.data.view(torch.uint8), wide.scale,
             first_tile, M, F, cast.data.stride(0), wide.shape[1], gate_up.stride(0), *cast.scale.stride(), COUNT=len(channels),
-            ACTIVATION=ACTIVATION_CODES[activation], num_warps=8, **format_arguments(cast.format, cast.scale_type),
+            ACTIVATION=ACTIVATION_CODES[activation], num_warps=4, **format_arguments(cast.format, cast.scale_type),
         )
     return wide

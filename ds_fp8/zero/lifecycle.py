@@ -31,7 +31,7 @@ from ds_fp8.zero import streams
 from ds_fp8.zero.collectives import GATHER, WireMeter
 from ds_fp8.zero.deepspeed.methods import replace_methods
 from ds_fp8.zero.deepspeed.optimizer import accumulates, accumulates_in_fp32, overflowed, reduce_gradient
-from ds_fp8.zero.deepspeed.parameters import bytes_to_gather, gather_together, link_moments, order
+from ds_fp8.zero.deepspeed.parameters import PersistentGather, bytes_to_gather, link_moments, order
 from ds_fp8.zero.leaf_modules import LeafCalls
 from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step
@@ -88,6 +88,7 @@ class Lifecycle:
         self.states: dict[str, CheckpointState] = {}
         """By their key in the client state of checkpoints; whoever loads a checkpoint does not get to see it."""
         self._engine, self._wire = engine, wire
+        self._gather_persistent = PersistentGather(engine)
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._written: object | None = None
         """Event behind the last write to shards, by a step or a user."""
@@ -152,7 +153,7 @@ class Lifecycle:
             params = self._counted(params)
             if self.weights is not None:
                 self.weights.unshard_bf16(params)
-            if self.update is not None and not async_op and gather_together(self._engine, params):
+            if self.update is not None and not async_op and self._gather_persistent(params):
                 return None
             handles = stock(params, async_op=async_op, hierarchy=hierarchy)
             if self.weights is not None:

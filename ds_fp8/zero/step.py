@@ -52,8 +52,8 @@ class Step:
         """Lets the stream wait until codes may be written."""
         self.masters: MasterSet | None = None
         """Holds the masters that are codes and corrections."""
-        self.write_bf16: Callable[[], None] = self._zero.write_bf16
-        """Rounds the new masters into the BF16 shards; replaced where not all of those are needed."""
+        self.prepare_bf16: Callable[[], Callable[[], None]] = lambda: self._zero.write_bf16
+        """Returns what rounds the new masters into the BF16 shards; replaced where not all of those are needed."""
 
     @torch.no_grad()
     def __call__(self) -> bool:
@@ -83,6 +83,7 @@ class Step:
         self._optimizer.step(work=work, factor=self._factor(norm), skip=skip)
         if masters is not None:
             masters.finish(skip)
+        write_bf16 = self.prepare_bf16()  # while the GPU is busy
         if verdict.get():
             # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
             self._optimizer.take_back(one for _, one, *_ in work)
@@ -91,7 +92,7 @@ class Step:
             return False
         if masters is not None:
             masters.taken()
-        self.write_bf16()
+        write_bf16()
         zero.finish(norm / zero.loss_scale)
         return True
 

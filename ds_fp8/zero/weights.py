@@ -451,7 +451,7 @@ class ShardedWeights:
     # ---------------------------------------------------------------- BF16 shards
 
     def free_bf16_shards(self) -> None:
-        """Keep no BF16 shards on the device. For engines whose step writes the others' only (`write_bf16`).
+        """Keep no BF16 shards on the device. For engines whose step writes the others' only (`prepare_bf16`).
 
         DeepSpeed holds a BF16 shard of every parameter beside its FP32 master. Weights that are gathered in FP8 need
         none: what reads their BF16 shards (GatheredParameters, saving, loading) gets them rounded from the masters at
@@ -483,17 +483,23 @@ class ShardedWeights:
             return None
         return sum(weight.numel for weight in frozen if weight.has_bf16), sum(weight.numel for weight in frozen)
 
-    def write_bf16(self) -> None:
-        """Round the new FP32 masters into the BF16 shards that exist for good, and free the others."""
-        self._flat_bf16.round(
-            {
-                p: w.master() if (w := self.of(p)) else master_shard(p)
-                for p in self._trained_with(lambda weight: not weight.frees_bf16)
-                if self.of(p) or has_fp32_master(p)  # the step has rounded the rest
-            }
-        )
-        for weight in self:
-            weight.free_bf16()  # what a user wrote there held until now
+    def prepare_bf16(self) -> Callable[[], None]:
+        """Return what rounds the new masters of a step into the BF16 shards that exist for good, and frees the others.
+
+        Finding them takes the host longer than rounding takes the GPU: hundreds of adapters and vectors.
+        """
+        kept = self._trained_with(lambda weight: not weight.frees_bf16)
+        coded = [weight for weight in map(self.of, kept) if weight is not None and weight.correction is not None]
+        # Without those whose masters are in BF16: the step has rounded them.
+        masters = {p: master_shard(p) for p in kept if has_fp32_master(p)}
+
+        def write() -> None:
+            # Masters of codes are decoded by the scales of the step, which it has now.
+            self._flat_bf16.round(masters | {weight.parameter: weight.master() for weight in coded})
+            for weight in self:
+                weight.free_bf16()  # what a user wrote there held until now
+
+        return write
 
     def restore_bf16(self) -> None:
         """Make DeepSpeed's flat buffer of all BF16 shards, for code of its that reads or writes it."""

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
-from ds_fp8.layers.attention.fp8_attention import fp8_attention, fp8_attention_reference
+from ds_fp8.layers.attention.fp8_attention import (
+    add_mean_of_values,
+    decode_exactly,
+    decode_gradient,
+    decode_output,
+    fp8_attention,
+    fp8_attention_reference,
+    rotate_back,
+)
 from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
@@ -209,3 +217,14 @@ print(fp8_attention(q, q, q).shape)
 def test_torchs_own_cudnn_may_be_loaded_first():
     run = subprocess.run([sys.executable, "-c", AFTER_TORCH], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "rows", "length"), [(2, 2, 1, 128), (14, 2, 2, 257), (28, 4, 3, 1000)])
+def test_codes_become_numbers_in_one_pass_to_the_bit(heads, kv_heads, rows, length):
+    codes = torch.randn(rows, length, heads, 128, device="cuda").to(torch.float8_e5m2)
+    mean = torch.randn(rows, kv_heads, 1, 128, device="cuda").bfloat16()
+    scale = torch.tensor(2.0**-7, device="cuda")
+    exact = decode_exactly(codes, scale, torch.bfloat16)
+    assert torch.equal(decode_gradient(codes, scale, torch.bfloat16, rotated=False), exact)
+    assert torch.equal(decode_gradient(codes, scale, torch.bfloat16, rotated=True), rotate_back(exact))
+    assert torch.equal(decode_output(codes, scale, mean), add_mean_of_values(exact, mean))

@@ -98,6 +98,25 @@ def rotate_back(dx: torch.Tensor) -> torch.Tensor:
     return dx if rotation is None else unrotate(dx.flatten(0, -2), rotation).view(dx.shape)
 
 
+def decode_output(codes: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return attention's output [B, S, heads, D] from its codes, with the mean of the values [B, kv_heads, 1, D]."""
+    if codes.is_cuda:
+        from ds_fp8.layers.attention.decode_triton import decode_tiles
+
+        return decode_tiles(codes, scale, mean.dtype, mean=mean)
+    return add_mean_of_values(decode_exactly(codes, scale, mean.dtype), mean)
+
+
+def decode_gradient(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, rotated: bool) -> torch.Tensor:
+    """Return the gradient [B, S, heads, D] from its codes, not `rotated` any more."""
+    if codes.is_cuda:
+        from ds_fp8.layers.attention.decode_triton import decode_tiles
+
+        return decode_tiles(codes, scale, dtype, rotation=_rotation(codes.shape[-1]) if rotated else None)
+    gradient = decode_exactly(codes, scale, dtype)
+    return rotate_back(gradient) if rotated else gradient
+
+
 def _rotation(features: int) -> Rotation | None:
     return Rotation(features, SEED) if features in ROTATION_BLOCKS else None
 
@@ -119,15 +138,15 @@ class _Attention(torch.autograd.Function):
         o, kept = attend(*casts, v_norm, scaling, implementation)
         ctx.save_for_backward(*kept)
         ctx.scaling, ctx.implementation = scaling, implementation
-        return add_mean_of_values(decode_exactly(o, casts[2].scale, v.dtype), v_mean)
+        return decode_output(o, casts[2].scale, v_mean)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         # The kernels work on [B, S, heads, D]; callers have [B, heads, S, D], a view of the same memory.
         found = find_gradients(ctx.saved_tensors, do, ctx.scaling, ctx.implementation)
-        dq, dk, dv = (decode_exactly(*each, do.dtype) for each in found)
-        return *(x.transpose(1, 2) for x in (rotate_back(dq), rotate_back(dk), dv)), None, None
+        gradients = (decode_gradient(*each, do.dtype, which < 2) for which, each in enumerate(found))
+        return *(x.transpose(1, 2) for x in gradients), None, None
 
 
 def attend(

@@ -1,0 +1,68 @@
+"""Codes of FP8 attention as BF16 numbers in one pass: decoded, and with a mean added or a rotation undone.
+
+    output     y = code · scale + mean of the values        one mean for every row of the batch and head
+    gradient   y = (code · scale) Rᵀ                        of rotated q and k (hadamard.py)
+
+One program takes a tile of 128 tokens x 128 features. Scales are powers of two, so that BF16 holds code · scale exactly,
+and the sum or product of either is rounded once: the bits of fp8_attention.py's functions for a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts.primitives_triton import is_even, tiles
+from ds_fp8.casts.quantization_triton import load_tile
+from ds_fp8.layers.attention.hadamard import Rotation, kernel_arguments
+
+
+@triton.jit
+def _decode_tiles(
+    codes, scale, mean, matrix, result, M, K, S, FACTOR: tl.constexpr, NARROW: tl.constexpr, EVEN: tl.constexpr
+):
+    m = tl.program_id(0) * 128 + tl.arange(0, 128)  # the first axis alone may have more than 65535 programs
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    tile = load_tile(codes, None, None, m, k, M, K, K, 0, EVEN) * tl.load(scale)
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    if mean is not None:
+        tile += tl.load(mean + (m // S)[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    if matrix is not None:
+        #     y = x R' / sqrt(block)        R, of 1 and -1, is read by columns
+        i = tl.arange(0, 128)
+        r = tl.load(matrix + i[None, :] * 128 + i[:, None])
+        if NARROW:
+            tile = tile.to(matrix.dtype.element_ty)  # exact, as said above
+        tile = tl.dot(tile, r, input_precision="ieee") * FACTOR
+    address = result + m[:, None].to(tl.int64) * K + k[None, :]
+    tl.store(address, tile.to(result.dtype.element_ty), mask=inside)
+
+
+def decode_tiles(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    mean: torch.Tensor | None = None,
+    rotation: Rotation | None = None,
+) -> torch.Tensor:
+    """Return codes [B, S, heads, D], contiguous, times `scale` [], in `dtype`.
+
+    With mean [B, kv_heads, 1, D] added, or the rotation of every head undone; D must divide 128, and be a multiple of
+    the rotation's block.
+    """
+    shape, result = codes.shape, torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    B, S, heads, D = shape
+    if not result.numel():
+        return result
+    M, K = B * S, heads * D
+    matrix, factor = None, 1.0
+    if rotation is not None:
+        matrix, _, factor, _ = kernel_arguments(rotation, result.view(M, K))
+    if mean is not None:
+        mean = mean.repeat_interleave(heads // mean.shape[1], 1).view(B, K)  # of every head of queries
+    _decode_tiles[(tiles(M), tiles(K))](
+        codes, scale, mean, matrix, result, M, K, S,
+        FACTOR=factor, NARROW=matrix is not None and matrix.dtype is not torch.float32, EVEN=is_even(M, K), num_warps=8,
+    )  # fmt: skip
+    return result

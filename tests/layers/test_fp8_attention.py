@@ -345,7 +345,7 @@ def test_codes_become_numbers_in_one_pass(rows, heads, kv_heads, length, feature
     assert torch.equal(
         decode_tiles(codes, scale, torch.float32, mean=mean).bfloat16(), decode_output(codes, scale, mean)
     )
-    codes = numbers.to(torch.float8_e5m2)
+    codes = numbers.transpose(1, 2).contiguous().transpose(1, 2).to(torch.float8_e5m2)  # as the reference has them
     for rotation in (Rotation(features, SEED), None):
         found = decode_tiles(codes, scale, torch.float32, rotation=rotation).bfloat16()
         assert torch.equal(found, decode_gradient(codes, scale, torch.bfloat16, rotated=rotation is not None))

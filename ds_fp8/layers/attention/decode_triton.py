@@ -46,13 +46,13 @@ def decode_tiles(
     mean: torch.Tensor | None = None,
     rotation: Rotation | None = None,
 ) -> torch.Tensor:
-    """Return codes [B, S, heads, D], contiguous, times `scale` [], in `dtype`.
+    """Return codes [B, S, heads, D] times `scale` [], in `dtype`, contiguous.
 
     With mean [B, kv_heads, 1, D] added, or the rotation of every head undone; D must divide 128, and be a multiple of
     the rotation's block.
     """
-    shape, result = codes.shape, torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    B, S, heads, D = shape
+    codes, result = codes.contiguous(), torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    B, S, heads, D = codes.shape
     if not result.numel():
         return result
     M, K = B * S, heads * D

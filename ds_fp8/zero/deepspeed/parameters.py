@@ -312,7 +312,7 @@ class PersistentGather:
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._engine = engine
         self._parameters: list[torch.nn.Parameter] = []
-        """Those that the memory below is for."""
+        """Those that the memory is for."""
 
     @torch.no_grad()
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -326,35 +326,34 @@ class PersistentGather:
         if not missing or not all(id(p) in persistent for p in missing) or not _alike(missing):
             return False
         shards, group = [p.ds_tensor.detach() for p in missing], missing[0].ds_process_group
-        if dist.get_world_size(group) == 1:
+        world = dist.get_world_size(group)
+        if world == 1:
             wholes = [shard[: p.ds_numel].view(p.ds_shape) for p, shard in zip(missing, shards, strict=True)]
         else:
             if list(map(id, missing)) != list(map(id, self._parameters)):
-                self._allocate(missing)
+                self._allocate(missing, world)
+            own = torch.cat(shards)
+            gathered = own.new_empty(world * own.numel())
             # The current stream waits, not the host; products read the parameters on this stream, and have read there
             # what the memory held before.
-            dist.all_gather_into_tensor(self._gathered, torch.cat(shards), group=group)
-            torch.cat(self._parts, out=self._memory)
+            dist.all_gather_into_tensor(gathered, own, group=group)
+            # Rank by rank as it comes; parameter by parameter, each with what aligns the next, as it is read.
+            of_ranks, count = gathered.split([shard.numel() for shard in shards] * world), len(shards)
+            parts = (one for i, gap in enumerate(self._gaps) for one in (*of_ranks[i::count], gap))
+            torch.cat(list(parts), out=self._memory)
             wholes = self._wholes
         for parameter, whole in zip(missing, wholes, strict=True):
             parameter.data = whole
             parameter.ds_status = ZeroParamStatus.AVAILABLE
         return True
 
-    def _allocate(self, parameters: list[torch.nn.Parameter]) -> None:
-        shards, world = [p.ds_tensor for p in parameters], dist.get_world_size(parameters[0].ds_process_group)
-        ends = list(accumulate(shard.numel() for shard in shards))
-        self._parameters, self._gathered = parameters, shards[0].new_empty(world * ends[-1])
-        step, starts = _ALIGNMENT // shards[0].element_size(), [0]
-        gap = shards[0].new_zeros(step)
-        # What the collective gives, parameter by parameter and rank by rank; behind each what aligns the next.
-        self._parts: list[torch.Tensor] = []
-        by_rank = self._gathered.view(world, -1).unbind()
-        for shard, end in zip(shards, ends, strict=True):
-            self._parts += [of_rank[end - shard.numel() : end] for of_rank in by_rank]
-            self._parts.append(gap[: -(world * shard.numel()) % step])
-            starts.append(starts[-1] + world * shard.numel() + self._parts[-1].numel())
-        self._memory = shards[0].new_empty(starts[-1])
+    def _allocate(self, parameters: list[torch.nn.Parameter], world: int) -> None:
+        numels, like = [world * p.ds_tensor.numel() for p in parameters], parameters[0].ds_tensor
+        step = _ALIGNMENT // like.element_size()
+        zeros = like.new_zeros(step)
+        self._parameters, self._gaps = parameters, [zeros[: -numel % step] for numel in numels]
+        starts = [0, *accumulate(numel + gap.numel() for numel, gap in zip(numels, self._gaps, strict=True))]
+        self._memory = like.new_empty(starts[-1])
         self._wholes = [
             self._memory[start : start + p.ds_numel].view(p.ds_shape)
             for p, start in zip(parameters, starts, strict=False)

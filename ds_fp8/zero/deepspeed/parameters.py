@@ -306,7 +306,7 @@ class PersistentGather:
     """Gathers the parameters that stay whole between steps by one collective, into memory that it keeps.
 
     DeepSpeed gathers them one collective each, and the host then waits for the device: 141 launches a step with 28
-    layers of Qwen2.5, 450 with adapters, after which the GPU is idle until Python has issued the next kernels.
+    layers of Qwen2.5, 449 with adapters, after which the GPU is idle until Python has issued the next kernels.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine):

@@ -14,11 +14,11 @@
 Each variant runs in processes of its own, for DeepSpeed keeps an engine's memory until its process ends. On several
 hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
-A variant is "bf16[/liger][/offload]" (plain DeepSpeed), "torch[/liger][/compile][/flashoptim]" (torch alone) or
+A variant is "bf16[/liger][/tuned][/offload]" (plain DeepSpeed), "torch[/liger][/compile][/flashoptim]" (torch alone) or
 PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of coat), infir2/bf16-wire (gathering and
 reducing in BF16), infir2/graph-auto or infir2/fp8-attention (all names: step_variants.py). Weak scaling is the default
 (--sequences x --length x --accumulation tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling.
---profile prints where the time of one more step goes.
+--shared P lets P GPUs share every row of --length tokens. --profile prints where the time of one more step goes.
 
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training.
@@ -48,7 +48,18 @@ import torch
 from common import banner, device, print_banner, print_table, words, write_json
 from deepspeed import comm as dist
 from step_profile import marked, print_profiles, profiled
-from step_variants import OFFLOAD, PlainEngine, apply_liger, failure, fp8_section, plain_choices, run_ranks
+from step_variants import (
+    OFFLOAD,
+    TUNED,
+    PlainEngine,
+    apply_liger,
+    attention_kernels,
+    failure,
+    fp8_section,
+    gather_layers_whole,
+    plain_choices,
+    run_ranks,
+)
 from zero_ranks import (
     MIXTURES,
     Intervals,
@@ -78,6 +89,10 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
     if "offload" in choices:  # by torch's AdamW: DeepSpeed's for the host would be compiled first
         ds_config["zero_optimization"] |= OFFLOAD
         ds_config["optimizer"]["params"]["fused"] = True
+    if "tuned" in choices:
+        ds_config["zero_optimization"] |= TUNED
+    if options.shared > 1:
+        ds_config["sequence_parallel_size"] = options.shared
     if options.prefetch is not None:
         ds_config["zero_optimization"]["stage3_prefetch_bucket_size"] = options.prefetch
 
@@ -103,6 +118,8 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
             model = adapted(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "tuned" in choices:
+        gather_layers_whole(model)
     if in_torch:
         return PlainEngine(model, choices, 3e-4)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -110,18 +127,23 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
 
 
 class Batches:
-    """Token sequences [sequences, length] by step and rank, the same for every variant."""
+    """What a model is called with by step and rank: sequences [sequences, length], the same for every variant.
+
+    Where ranks share rows each has its slice, whose labels end with it, and its places in the row.
+    """
 
     def __init__(self, options: argparse.Namespace):
         self._shape = options.sequences, options.length
+        self._shared = options.shared
         self._vocabulary = options.vocabulary
         self._text = None
         if options.text:
             self._text = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8)
 
-    def __call__(self, micro_step: int) -> torch.Tensor:
+    def __call__(self, micro_step: int) -> dict[str, torch.Tensor]:
         sequences, length = self._shape
-        generator = torch.Generator().manual_seed(micro_step * dist.get_world_size() + dist.get_rank())
+        row, place = divmod(dist.get_rank(), self._shared)
+        generator = torch.Generator().manual_seed(micro_step * dist.get_world_size() + row)
         if self._text is not None:
             starts = torch.randint(0, len(self._text) - length, (sequences,), generator=generator)
             tokens = torch.stack([self._text[start : start + length] for start in starts.tolist()]).long()
@@ -131,7 +153,12 @@ class Batches:
             noise = torch.rand(sequences, length, generator=generator) < 0.05
             tokens = (start + stride * torch.arange(length)) % min(self._vocabulary, 257)
             tokens[noise] = torch.randint(0, 257, (int(noise.sum()),), generator=generator) % self._vocabulary
-        return tokens.to(device())
+        if self._shared == 1:
+            tokens = tokens.to(device())
+            return {"input_ids": tokens, "labels": tokens}
+        places = torch.arange(length).expand(sequences, -1)
+        tokens, places = (x.chunk(self._shared, 1)[place].contiguous().to(device()) for x in (tokens, places))
+        return {"input_ids": tokens, "labels": tokens, "position_ids": places}
 
 
 def preference_loss(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -150,13 +177,13 @@ def preference_loss(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def train_step(
-    engine: Any, batches: list[torch.Tensor], step: int, accumulation: int, dpo: bool = False
+    engine: Any, batches: list[dict[str, torch.Tensor]], step: int, accumulation: int, dpo: bool = False
 ) -> torch.Tensor:
     """Take one optimizer step and return the mean loss of its micro-batches, on the device."""
     losses = []
     for micro in range(accumulation):
-        tokens = batches[step * accumulation + micro]
-        loss = preference_loss(engine, tokens) if dpo else engine(input_ids=tokens, labels=tokens).loss
+        batch = batches[step * accumulation + micro]
+        loss = preference_loss(engine, batch["input_ids"]) if dpo else engine(**batch).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach().float())
@@ -189,12 +216,13 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
     seconds = slowest(statistics.median(durations[options.warmup :]))
     curve = torch.stack(losses)
     dist.all_reduce(curve)
+    tokens_of_step = options.sequences * options.length * options.accumulation / options.shared
     row = {
         "variant": variant,
         "made": made,
         "gpus": dist.get_world_size(),
         "step_seconds": seconds,
-        "tokens_per_second_per_gpu": options.sequences * options.length * options.accumulation / seconds,
+        "tokens_per_second_per_gpu": tokens_of_step / seconds,
         "peak_bytes": slowest(float(torch.cuda.max_memory_allocated() + allocated_bytes())) if on_gpu else None,
         "reserved_bytes": slowest(float(torch.cuda.max_memory_reserved() + allocated_bytes())) if on_gpu else None,
         "graphs": (engine.fp8.graphs.off or engine.fp8.graphs.captured) if engine.fp8.graphs else None,
@@ -216,9 +244,10 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
 
 def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Namespace) -> None:
     base = rows[0]["tokens_per_second_per_gpu"]
+    holder = "GPU" if options.shared == 1 else f"{options.shared} GPUs"
     print_table(
         f"{options.size}, {options.layers} layers, {options.sequences} x {options.length} tokens "
-        f"x {options.accumulation} a GPU and step, {rows[0]['gpus']} ranks, link: {joined_by}",
+        f"x {options.accumulation} a {holder} and step, {rows[0]['gpus']} ranks, link: {joined_by}",
         (
             *("variant", "ms", "tokens/s a GPU", f"/ {rows[0]['variant']}", "peak GiB", f"/ {rows[0]['variant']}"),
             *(
@@ -269,6 +298,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, metavar="S", help="seconds after which a variant is given up")
     parser.add_argument("--sequences", type=int, help="of a micro-batch and GPU (default 2, --quick: 2)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (default 4096, --quick: 64)")
+    parser.add_argument("--shared", type=int, default=1, metavar="P", help="GPUs that share every sequence (default 1)")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--global-tokens", type=int, help="tokens of a step over all GPUs, in place of --accumulation")
     parser.add_argument("--steps", type=int, help="with those that warm up (default 20, --quick: 6)")
@@ -312,7 +342,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def micro_batches(options: argparse.Namespace, ranks: int) -> int:
     if not options.global_tokens:
         return options.accumulation
-    tokens = options.sequences * options.length * ranks
+    tokens = options.sequences * options.length * ranks // options.shared
     if options.global_tokens % tokens:
         raise UserError(
             f"{options.global_tokens} tokens are no multiple of the {tokens} of a micro-batch on all GPUs",
@@ -334,7 +364,8 @@ def measure_here(options: argparse.Namespace) -> None:
     if options.deterministic:
         for kernel in ("cudnn", "flash", "mem_efficient"):
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
-    rows = [measure_variant(options.variants[0], options, Batches(options))]
+    with attention_kernels(options.variants[0]):
+        rows = [measure_variant(options.variants[0], options, Batches(options))]
     facts = banner()
     if is_first():
         report({"banner": facts, "link": link(), "settings": settings_of(options), "rows": rows}, options)
@@ -342,7 +373,7 @@ def measure_here(options: argparse.Namespace) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    names = ["size", "layers", "vocabulary", "sequences", "length", "accumulation"]
+    names = ["size", "layers", "vocabulary", "sequences", "length", "shared", "accumulation"]
     names += ["gradients", "recompute", "one_by_one", "prefetch", "lora", "lora_dropout", "dpo", "deterministic"]
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
 

@@ -1,11 +1,12 @@
 """Variants that step.py measures, by their names, and the processes that measure one.
 
-A variant is "bf16[/liger][/offload]" (plain DeepSpeed; masters and moments on the host),
+A variant is "bf16[/liger][/tuned][/offload]" (plain DeepSpeed; layers gathered whole, larger buckets and cuDNN's
+attention; masters and moments on the host),
 "torch[/liger][/compile][/flashoptim[/release]]" (torch alone in BF16, on one GPU; with FlashOptim's 24-bit masters and
 8-bit moments, and gradients released, which leaves no clipping) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the
 optimizer section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture),
-fp8-head, 64-outliers (outlier channels), fp8-attention, whole-base (frozen weights whole on every GPU), graph,
-graph-auto, and the name of a GEMM backend.
+fp8-head, 64-outliers (outlier channels), fp8-attention, keep-attention (through recomputation), whole-base (frozen
+weights whole on every GPU), graph, graph-auto, and the name of a GEMM backend.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.presets import PRESETS
@@ -35,6 +37,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "graph": {"graph": "on"},
     "graph-auto": {"graph": "auto"},
     "fp8-attention": {"attention": {"format": "e4m3"}},
+    "keep-attention": {"activations": {"keep_attention": True}},
     **{backend: {"linear": {"backend": backend}} for backend in BACKENDS},
 }
 
@@ -59,8 +62,15 @@ def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
     return section
 
 
-PLAIN = {"bf16": ("liger", "offload"), "torch": ("liger", "compile", "flashoptim", "release")}
+PLAIN = {"bf16": ("liger", "tuned", "offload"), "torch": ("liger", "compile", "flashoptim", "release")}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+TUNED = {
+    "reduce_bucket_size": 5e8,
+    "stage3_prefetch_bucket_size": 5e8,
+    "stage3_param_persistence_threshold": 1e5,
+    "stage3_max_live_parameters": 2e9,
+    "stage3_max_reuse_distance": 2e9,
+}
 
 
 def plain_choices(variant: str) -> list[str] | None:
@@ -78,6 +88,20 @@ def apply_liger(model: torch.nn.Module) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model)
+
+
+def gather_layers_whole(model: torch.nn.Module) -> None:
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(model, [type(model.get_decoder().layers[0])])
+
+
+def attention_kernels(variant: str) -> contextlib.AbstractContextManager:
+    """Let torch take cuDNN's attention first in a tuned variant: its own first is slower on Hopper."""
+    if "tuned" not in (plain_choices(variant) or ()):
+        return contextlib.nullcontext()
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels, set_priority=True)
 
 
 class PlainEngine:

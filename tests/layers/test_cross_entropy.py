@@ -16,6 +16,7 @@ from ds_fp8.layers.head.cross_entropy import (
     MAX_LOGITS_BYTES,
     chunk_tokens,
     linear_cross_entropy,
+    scaled_reference,
     softmax_gradient_reference,
 )
 from ds_fp8.layers.linear.recipe import recipe_from_config
@@ -176,6 +177,22 @@ def test_the_kernel_computes_the_softmax_gradient(sizes, dtype, gradient):
     assert error(losses, expected) < 1e-5
     assert error(ours, theirs) < TOLERANCE[dtype]
     assert padded[:, sizes[1] :].isnan().all()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)], ids=str)
+def test_the_kernel_scales_and_rounds_once(dtypes):
+    """1 + 2^-8 is half-way between two BF16 numbers, and what the factor adds decides."""
+    kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(97, 131, generator=torch.Generator().manual_seed(0)).to(device, dtypes[0])
+    x[0, 0] = math.inf
+    factor = torch.tensor(1 + 2**-8 + 2**-20, device=device)
+    ours, expected = kernels.scaled(x.t(), factor, dtypes[1]), scaled_reference(x.t(), factor, dtypes[1])
+    assert ours.dtype is dtypes[1]
+    assert ours.shape == expected.shape
+    assert error(ours[1:], expected[1:]) < TOLERANCE[dtypes[1]]
+    if device == "cuda":  # Triton's interpreter cuts bits off
+        assert torch.equal(ours, expected)
 
 
 def test_the_kernel_shows_a_nan_and_hides_it_behind_an_ignored_target():

@@ -100,11 +100,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss: torch.Tensor):
-        # As a vector the scale takes part in type promotion, so the product is FP32; as a scalar it would first be
-        # rounded to the gradient's dtype, and all gradients below would be off by the same factor.
-        scale, found = dloss.view(1), zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        scaled = [x if x is None else torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype)) for x, dtype in found]
-        return *scaled, None, None
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(x if x is None else scaled(x, dloss, dtype) for x, dtype in found), None, None
 
 
 def _compute(
@@ -221,6 +218,21 @@ def _casts_by_tile(recipe: LinearRecipe, hidden: torch.Tensor, vocabulary: int, 
     """Return whether a kernel can turn the logits of every chunk into both casts of their gradient."""
     whole = all(length % BLOCK == 0 for length in (len(hidden), min(chunk, len(hidden)), vocabulary))
     return hidden.is_cuda and whole and recipe.casts_by_tile
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x times a scalar FP32 factor, computed in FP32 and rounded once to `dtype`."""
+    if x.is_cuda:
+        from ds_fp8.layers.head import softmax_gradient_triton
+
+        return softmax_gradient_triton.scaled(x, factor, dtype)
+    return scaled_reference(x, factor, dtype)
+
+
+def scaled_reference(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # As a vector the factor takes part in type promotion, so the product is FP32; as a scalar it would first be
+    # rounded to the gradient's dtype, and all gradients below would be off by the same factor.
+    return torch.mul(x, factor.view(1), out=torch.empty_like(x, dtype=dtype))
 
 
 def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The softmax gradient in Triton, in place or cast to FP8; cross_entropy.py has the reference.
+"""The softmax gradient in Triton, in place or cast to FP8, and scaled; cross_entropy.py has the references.
 
 In place it takes two reads and one write of the logits: a program takes a row. Cast, it takes two reads and two writes
 of half the size: tiles of 128 x 128 follow the rows, whose normalisers they read.
@@ -99,6 +99,22 @@ def softmax_gradient(
         num_warps=max(1, min(WARPS, block // 256)),
     )
     return losses
+
+
+@triton.jit
+def _scaled(x, factor, result, N, BLOCK: tl.constexpr):
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    product = tl.load(x + k, mask=k < N).to(tl.float32) * tl.load(factor)
+    tl.store(result + k, product.to(result.dtype.element_ty), mask=k < N)
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Do scaled_reference at the memory's speed: torch takes three times as long between two dtypes."""
+    x, block = x.contiguous(), 8192
+    result = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        _scaled[(triton.cdiv(x.numel(), block),)](x, factor.float(), result, x.numel(), BLOCK=block, num_warps=8)
+    return result
 
 
 @triton.jit

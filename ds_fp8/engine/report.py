@@ -276,7 +276,9 @@ def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
         return {"attention": "bf16", "fp8_attention_layers": 0, "attention_in_bf16": {}}
     how = "emulated" if attention.emulated else "cuDNN through Transformer Engine"
     where = "in rows of one document" if attention.packed else "in rows without padding"
-    where += f" and documents from {documents.LONG} tokens on; BF16 in shorter ones" if attention.packed else ""
+    if attention.packed or attention.only_long:
+        both = " and documents, both" if attention.only_long else " and documents"
+        where += f"{both if attention.packed else ''} from {documents.LONG} tokens on; BF16 in shorter ones"
     return {
         "attention": f"e4m3, gradients e5m2 ({how}), {where}",
         "fp8_attention_layers": len(attention.layers),

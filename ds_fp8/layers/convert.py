@@ -145,7 +145,8 @@ def convert(
             + 'set "fp8": {"enabled": false}',
         )
     if config.attention.format != "bf16":
-        result = replace(result, attention=use_fp8_attention(model))
+        only_long = config.attention.format == "auto"
+        result = replace(result, attention=use_fp8_attention(model, only_long))
     # Last: fused layers read the recipes of their linears, and the attention implementation of their configuration.
     if config.fuse == "auto":
         use_fastest_kernels(model)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.layers.attention.cudnn import HEAD_DIM
+from ds_fp8.layers.attention.documents import LONG
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.experts.adapters import wraps_parameter
 from ds_fp8.layers.experts.experts import PRODUCTS
@@ -169,7 +170,8 @@ def _groups_heads(attention: str) -> bool:
 
 
 def _attention_in_fp8(layer: LayerShape, w: Workload) -> bool:
-    asked = w.fp8.enabled and w.fp8.attention.format != "bf16"
+    format = w.fp8.attention.format
+    asked = w.fp8.enabled and (format == "e4m3" or (format == "auto" and w.sequence_length >= LONG))
     return asked and (w.device == "cpu" or layer.head_dim == HEAD_DIM)
 
 

@@ -213,6 +213,20 @@ def test_calls_that_are_not_causal_over_whole_rows_stay_in_bf16():
 
 
 @emulated
+def test_auto_leaves_short_rows_in_bf16(monkeypatch):
+    monkeypatch.setattr(documents, "LONG", 32)
+    model = causal_lm("qwen2")
+    (in_bf16, _), (in_fp8, _), (auto, conversion) = (converted(model, name) for name in ("bf16", "e4m3", "auto"))
+    assert conversion.attention.only_long
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length, expected in ((31, in_bf16), (32, in_fp8)):
+            ids = tokens(2, length)
+            assert torch.equal(auto(input_ids=ids).logits, expected(input_ids=ids).logits)
+            assert not torch.equal(in_bf16(input_ids=ids).logits, in_fp8(input_ids=ids).logits)
+
+
+@emulated
 def test_packed_rows_are_in_fp8_where_they_hold_one_document():
     packed_attention.register()
     model = causal_lm("qwen2", attn_implementation="packed")

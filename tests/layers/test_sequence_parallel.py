@@ -196,6 +196,7 @@ def loss_and_gradient(split, packed, fuse, attention, implementation="packed"):
         ("auto", True, "e4m3", "packed"),
         ("auto", True, "bf16", "sdpa"),
         ("off", False, "e4m3", "sdpa"),
+        ("off", False, "auto", "sdpa"),
         ("off", False, "bf16", "packed"),
         ("off", True, "bf16", "packed"),
     ],

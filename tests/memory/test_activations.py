@@ -5,6 +5,7 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.layers.attention import documents
 from ds_fp8.layers.convert import convert
 from ds_fp8.memory import activations, estimate, read_workload
 from tests.layers.test_sequence_parallel import shared
@@ -90,6 +91,17 @@ def test_attention_in_fp8_keeps_half_in_rows_of_one_document(fuse):
     kept, expected = measured_and_estimated(raw, 2, 128, "cpu")
     scales = 4 * 4  # of q, k and v, and the norm of v
     assert expected - kept == 3 * (2 * 128 * 4 * 256 - scales)  # a byte less of each q, k, v and output in 3 layers
+
+
+@pytest.mark.parametrize(("length", "same"), [(documents.LONG - 128, "bf16"), (documents.LONG, "e4m3")])
+def test_auto_counts_attention_in_fp8_in_long_rows(length, same):
+    def kept(attention):
+        raw = workloads.stage(fp8={"attention": {"format": attention}})
+        raw["data"]["sequence_length"] = length
+        return of_decoder(read_workload(raw, device="cpu"))
+
+    assert kept("auto") == kept(same)
+    assert kept("bf16") != kept("e4m3")
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 96), (3, 200), (1, 513)])

@@ -9,6 +9,7 @@ attention by its name. Under DeepSpeed's sequence parallelism all this happens b
 Which modules can be in FP8 at all is decided at the start. Of the calls of such a module these are not:
 
     short documents of packed rows (documents.py)       FP8 gains nothing: a warning says so in training
+    short rows, if only long ones are asked for         likewise, without a warning
     padded batches                                      their mask is not causal: likewise
     generation with a cache                             a few queries of many keys
 
@@ -59,6 +60,8 @@ KNOWN = ("sdpa", "packed")
 """Attention implementations whose masks tell causal attention from other."""
 
 BF16 = '"attention": {"format": "bf16"}'
+_ONLY_LONG = "fp8_attention_only_of_long_rows"
+"""Attribute of an attention module: AttentionFormat.only_long."""
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments of attention functions that the kernels do not know."""
 
@@ -73,10 +76,14 @@ class AttentionFormat:
     """True if plain torch computes what the kernels would."""
     packed: bool = False
     """True if rows may hold several documents."""
+    only_long: bool = False
+    """True if rows of fewer than documents.LONG tokens stay in BF16."""
 
 
-def use_fp8_attention(model: nn.Module) -> AttentionFormat:
+def use_fp8_attention(model: nn.Module, only_long: bool = False) -> AttentionFormat:
     """Let every attention module of a model that can be run in FP8, in place.
+
+    only_long: rows of fewer than documents.LONG tokens stay in BF16.
 
     Raises:
         UserError: This machine has no kernels, the attention implementation is another, or no module can be in FP8.
@@ -106,7 +113,8 @@ def use_fp8_attention(model: nn.Module) -> AttentionFormat:
             # Modules share the configuration of the model: those that cannot be in FP8 get the new name too, and each
             # call asks `_why_not` again.
             config._attn_implementation = f"{PREFIX}{config._attn_implementation}"
-    return AttentionFormat(layers, left, emulated, "packed" in implementations)
+        setattr(modules[name], _ONLY_LONG, only_long)
+    return AttentionFormat(layers, left, emulated, "packed" in implementations, only_long)
 
 
 def restore_attention(model: nn.Module) -> None:
@@ -150,6 +158,10 @@ def _why_not(module: nn.Module, emulated: bool) -> str | None:
     return None
 
 
+def _is_too_short(module: nn.Module, tokens: int) -> bool:
+    return getattr(module, _ONLY_LONG, False) and tokens < documents.LONG
+
+
 def _mask(implementation: str, **arguments: Any) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
 
@@ -174,7 +186,8 @@ def _attention(
         return _whole_attention(takes_ends, before, module, qkv, attention_mask, **options)
     core = functools.partial(_whole_attention, takes_ends)
     of_slices = of_documents = None
-    if _why_not(module, not query.is_cuda) is None and _why_not_this_call(qkv, None, more) is None:
+    can_be = _why_not(module, not query.is_cuda) is None and _why_not_this_call(qkv, None, more) is None
+    if can_be and not _is_too_short(module, query.shape[2] * exchange.world_size):
         of_slices = functools.partial(shared_fp8_attention, scaling=scaling)
         of_documents = functools.partial(_shared_documents, takes_ends)
     return sequence_parallel.exchanged(
@@ -222,7 +235,7 @@ def _whole_attention(
     """
     options = {"scaling": scaling, **more}
     in_bf16 = functools.partial(documents.attention, before, takes_ends, module, options)
-    if _why_not(module, not qkv.q.is_cuda) is None:
+    if _why_not(module, not qkv.q.is_cuda) is None and not _is_too_short(module, qkv.q.shape[2]):
         why = _why_not_this_call(qkv, mask, more)
         if why is None:
             in_fp8 = functools.partial(fp8_attention, scaling=scaling)

@@ -63,3 +63,25 @@ def test_they_hold_the_new_masters_and_travel_in_one_launch(ranks, world, thresh
         assert len(launched) == (world > 1)
         assert waits == 0
         assert stock_waits == (world > 1)
+
+
+def gathered_again(of_each):
+    """Whether some, others and all of the persistent parameters hold their masters when they are gathered in turn."""
+    engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=100_000))
+    models.train(engine, 1)
+    gather, persistent = PersistentGather(engine), [p for p in engine.module.parameters() if p.ds_persist]
+    right = []
+    for places in of_each:
+        some = persistent[places]
+        some[0].partition(some)
+        assert gather(some)
+        right += [torch.equal(p, models.full_master(p).bfloat16()) for p in persistent]
+    assert not gather(some)  # all are there
+    return right
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_parameters_may_be_gathered_the_next_time(ranks, world):
+    for right in ranks(world, gathered_again, [slice(None), slice(2), slice(1, None), slice(None)]):
+        assert len(right) > 8
+        assert all(right)

@@ -1,7 +1,7 @@
 """Codes of FP8 attention as BF16 numbers in one pass: decoded, and with a mean added or a rotation undone.
 
     output     y = code · scale + mean of the values        one mean for every row of the batch and head
-    gradient   y = (code · scale) Rᵀ                        of rotated q and k (hadamard.py)
+    gradient   y = (code · scale) Rᵀ                        of rotated q and k (hadamard_triton.py)
 
 One program takes a tile of 128 tokens x 128 features. Scales are powers of two, so that BF16 holds code · scale exactly,
 and the sum or product of either is rounded once: the bits of fp8_attention.py's functions for a CPU.
@@ -16,6 +16,7 @@ import triton.language as tl
 from ds_fp8.casts.primitives_triton import is_even, tiles
 from ds_fp8.casts.quantization_triton import load_tile
 from ds_fp8.layers.attention.hadamard import Rotation, kernel_arguments
+from ds_fp8.layers.attention.hadamard_triton import turn_tile
 
 
 @triton.jit
@@ -29,12 +30,7 @@ def _decode_tiles(
     if mean is not None:
         tile += tl.load(mean + (m // S)[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
     if matrix is not None:
-        #     y = x R' / sqrt(block)        R, of 1 and -1, is read by columns
-        i = tl.arange(0, 128)
-        r = tl.load(matrix + i[None, :] * 128 + i[:, None])
-        if NARROW:
-            tile = tile.to(matrix.dtype.element_ty)  # exact, as said above
-        tile = tl.dot(tile, r, input_precision="ieee") * FACTOR
+        tile = turn_tile(tile, matrix, 1, FACTOR, NARROW, True)
     address = result + m[:, None].to(tl.int64) * K + k[None, :]
     tl.store(address, tile.to(result.dtype.element_ty), mask=inside)
 

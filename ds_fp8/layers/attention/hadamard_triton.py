@@ -19,14 +19,7 @@ from ds_fp8.casts.quantization_triton import load_tile
 
 
 @triton.jit
-def _rotate_tiles(
-    x, matrix, result, M, K, rows, stride_m,
-    AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr, EVEN: tl.constexpr,
-):
-    """Write the rotated x [M, K] into result [rows, K]."""
-    m = tl.program_id(0) * 128 + tl.arange(0, 128)  # the first axis alone may have more than 65535 programs
-    k = tl.program_id(1) * 128 + tl.arange(0, 128)
-    tile = load_tile(x, None, None, m, k, M, K, stride_m, 0, EVEN)
+def turn_tile(tile, matrix, AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr):
     #     y = x R / sqrt(block)         AXIS 1        R holds a tile's blocks on its diagonal, of 1, -1 and 0
     #     y = R' x / sqrt(block)        AXIS 0        R' = R transposed; R R' = block times the identity
     # AXIS 1 multiplies by R from the right, AXIS 0 by its transpose from the left; INVERSE exchanges the two, and reads
@@ -37,12 +30,25 @@ def _rotate_tiles(
     else:
         r = tl.load(matrix + i[None, :] * 128 + i[:, None])
     if NARROW:
-        # Nothing is lost: x was of this type.
+        # Nothing is lost: the tile's numbers are of this type.
         tile = tile.to(matrix.dtype.element_ty)
     if AXIS == 1:
         turned = tl.dot(tile, r, input_precision="ieee") * FACTOR
     else:
         turned = tl.dot(r, tile, input_precision="ieee") * FACTOR
+    return turned
+
+
+@triton.jit
+def _rotate_tiles(
+    x, matrix, result, M, K, rows, stride_m,
+    AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr, EVEN: tl.constexpr,
+):
+    """Write the rotated x [M, K] into result [rows, K]."""
+    m = tl.program_id(0) * 128 + tl.arange(0, 128)  # the first axis alone may have more than 65535 programs
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    tile = load_tile(x, None, None, m, k, M, K, stride_m, 0, EVEN)
+    turned = turn_tile(tile, matrix, AXIS, FACTOR, NARROW, INVERSE)
     address = result + m[:, None].to(tl.int64) * K + k[None, :]
     tl.store(address, turned.to(result.dtype.element_ty), mask=(m < rows)[:, None] & (k < K)[None, :])
 

@@ -53,7 +53,7 @@ class AttentionConfig(Section):
 
     format: Literal["bf16", "e4m3", "auto"] = "bf16"
     """e4m3: causal attention of whole rows and long documents runs in FP8 ([conditions](support.md#attention-in-fp8)).
-    auto: of rows of at least 16384 tokens, too; FP8 does not pay in shorter ones.
+    auto: likewise, but rows below 16384 tokens stay in BF16: there FP8 gains little, or is slower.
 
     Documents of at least 16384 tokens in packed rows; forward and backward (E4M3, gradients E5M2, one scale a tensor),
     through Transformer Engine on a Hopper GPU, for heads of 128 features, with DeepSpeed's sequence parallelism or

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, recomputed_by
 from ds_fp8.layers.attention import documents
+from ds_fp8.layers.attention.format import PREFIX, rows_stay_in_bf16
 from ds_fp8.layers.attention.sequence_parallel import place_of_slices
 from ds_fp8.layers.experts.routing import is_routed
 from ds_fp8.layers.linear.linear import FP8Linear
@@ -294,6 +295,8 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     if mask is not None:
         return 0, "rows hold several documents, and a mask says that they are one"
     implementation = _attention_of(module)
+    if rows_stay_in_bf16(module, positions.shape[-1]):
+        implementation = (implementation or "").removeprefix(PREFIX)
     if implementation != PACKED:
         return 0, f'rows hold several documents, and attention is "{implementation}", not "{PACKED}"'
     given = next(value for name in ("input_ids", "inputs_embeds") if (value := batch.get(name)) is not None)

@@ -79,7 +79,8 @@ def inputs_on_host(w: Workload) -> int:
 
 def everything(layer: LayerShape, w: Workload) -> int:
     """Return the bytes that backward of the layer reads."""
-    decoder, saved = w.model.decoder, not (w.shared_by > 1 or _attention_in_fp8(layer, w))
+    # Layers that may have attention in FP8 keep o_proj's input, whatever the length of rows.
+    decoder, saved = w.model.decoder, not (w.shared_by > 1 or _may_have_attention_in_fp8(layer, w))
     measure = functools.partial(_measured, decoder, layer, w.shared_by, _groups_heads(w.attention), saved)
     if w.tokens < 2 * WHOLE:
         return measure(w.tokens)
@@ -170,8 +171,12 @@ def _groups_heads(attention: str) -> bool:
 
 
 def _attention_in_fp8(layer: LayerShape, w: Workload) -> bool:
-    format = w.fp8.attention.format
-    asked = w.fp8.enabled and (format == "e4m3" or (format == "auto" and w.sequence_length >= LONG))
+    too_short = w.fp8.attention.format == "auto" and w.sequence_length < LONG
+    return _may_have_attention_in_fp8(layer, w) and not too_short
+
+
+def _may_have_attention_in_fp8(layer: LayerShape, w: Workload) -> bool:
+    asked = w.fp8.enabled and w.fp8.attention.format != "bf16"
     return asked and (w.device == "cpu" or layer.head_dim == HEAD_DIM)
 
 

@@ -118,7 +118,7 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
             model = adapted(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if "tuned" in choices:
+    if "tuned" in choices and not options.lora:  # with adapters in them, backward finds empty tensors
         gather_layers_whole(model)
     if in_torch:
         return PlainEngine(model, choices, 3e-4)
@@ -330,6 +330,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     options.variants = options.variants or ["bf16", "infir2", "infir2/bf16-wire"]
     if options.dpo and (not options.lora or options.sequences % 2):
         raise UserError("DPO needs adapters and pairs", key="--dpo", remedy="--lora 16 --sequences 2")
+    if options.shared < 1 or options.length % options.shared or (options.dpo and options.shared > 1):
+        remedy = "a divisor of --length, and no --dpo"
+        raise UserError(f"{options.shared} GPUs cannot share these rows", key="--shared", remedy=remedy)
     if options.steps <= options.warmup:
         raise UserError(f"{options.steps} steps are not enough", key="--steps", remedy=f"more than {options.warmup}")
     for variant in options.variants:
@@ -340,6 +343,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def micro_batches(options: argparse.Namespace, ranks: int) -> int:
+    if ranks % options.shared:
+        remedy = f"a divisor of {ranks}"
+        raise UserError(f"{ranks} GPUs are no groups of {options.shared}", key="--shared", remedy=remedy)
     if not options.global_tokens:
         return options.accumulation
     tokens = options.sequences * options.length * ranks // options.shared
@@ -364,7 +370,7 @@ def measure_here(options: argparse.Namespace) -> None:
     if options.deterministic:
         for kernel in ("cudnn", "flash", "mem_efficient"):
             getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
-    with attention_kernels(options.variants[0]):
+    with contextlib.nullcontext() if options.deterministic else attention_kernels(options.variants[0]):
         rows = [measure_variant(options.variants[0], options, Batches(options))]
     facts = banner()
     if is_first():

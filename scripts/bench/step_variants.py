@@ -1,7 +1,7 @@
 """Variants that step.py measures, by their names, and the processes that measure one.
 
-A variant is "bf16[/liger][/tuned][/offload]" (plain DeepSpeed; layers gathered whole, larger buckets and cuDNN's
-attention; masters and moments on the host),
+A variant is "bf16[/liger][/tuned][/offload]" (plain DeepSpeed; layers gathered whole, but for adapters, more ahead, and
+cuDNN's attention; masters and moments on the host),
 "torch[/liger][/compile][/flashoptim[/release]]" (torch alone in BF16, on one GPU; with FlashOptim's 24-bit masters and
 8-bit moments, and gradients released, which leaves no clipping) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the
 optimizer section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture),
@@ -65,9 +65,7 @@ def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
 PLAIN = {"bf16": ("liger", "tuned", "offload"), "torch": ("liger", "compile", "flashoptim", "release")}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 TUNED = {
-    "reduce_bucket_size": 5e8,
     "stage3_prefetch_bucket_size": 5e8,
-    "stage3_param_persistence_threshold": 1e5,
     "stage3_max_live_parameters": 2e9,
     "stage3_max_reuse_distance": 2e9,
 }

@@ -22,6 +22,8 @@ from ds_fp8.graphs.conditions import (
     why_not_recomputed,
 )
 from ds_fp8.graphs.replay import CapturedGraphs, differentiable
+from ds_fp8.layers.attention import documents
+from ds_fp8.layers.attention.format import use_fp8_attention
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
 from tests.zero import models
@@ -150,6 +152,14 @@ def test_packed_rows_are_captured_with_packed_attention_alone(attention):
     held, why = rows_in_a_graph(model, {"input_ids": tokens, "position_ids": PACKED_ROWS})
     assert held == 0
     assert f'attention is "{attention}"' in why
+
+
+def test_packed_rows_too_short_for_attention_in_fp8_are_captured(monkeypatch):
+    model, batch = small_model("packed"), {"input_ids": torch.zeros(2, 6), "position_ids": PACKED_ROWS}
+    use_fp8_attention(model, only_long=True)
+    assert rows_in_a_graph(model, batch) == (3, None)
+    monkeypatch.setattr(documents, "LONG", 6)
+    assert 'attention is "fp8_packed"' in rows_in_a_graph(model, batch)[1]
 
 
 def test_a_graph_has_room_for_twice_the_documents_ever_seen():

@@ -179,17 +179,21 @@ def test_the_kernel_computes_the_softmax_gradient(sizes, dtype, gradient):
     assert padded[:, sizes[1] :].isnan().all()
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)], ids=str)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, BF16), (BF16, BF16), (FP32, FP32)], ids=str)
 def test_the_kernel_scales_and_rounds_once(dtypes):
-    """1 + 2^-8 is half-way between two BF16 numbers, and what the factor adds decides."""
+    """3 + 2^-7 is half-way between two BF16 numbers, and what the factor adds decides."""
     kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(97, 131, generator=torch.Generator().manual_seed(0)).to(device, dtypes[0])
-    x[0, 0] = math.inf
-    factor = torch.tensor(1 + 2**-8 + 2**-20, device=device)
+    x[0, :2] = torch.tensor([math.inf, 1])
+    factor = torch.tensor(3 + 2**-7 + 2**-18, device=device)
     ours, expected = kernels.scaled(x.t(), factor, dtypes[1]), scaled_reference(x.t(), factor, dtypes[1])
     assert ours.dtype is dtypes[1]
-    assert ours.shape == expected.shape
+    assert ours[0, 0] == expected[0, 0] == math.inf
+    assert expected[1, 0] > 3 + 2**-7
     assert error(ours[1:], expected[1:]) < TOLERANCE[dtypes[1]]
     if device == "cuda":  # Triton's interpreter cuts bits off
         assert torch.equal(ours, expected)

@@ -13,7 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.attention import documents, sequence_parallel
+from ds_fp8.layers.attention import format as attention_format
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
+from ds_fp8.layers.attention.shared import shared_fp8_attention
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
@@ -83,17 +85,18 @@ def model_of(heads, kv_heads, implementation="packed", **sizes):
     return causal_lm("qwen2", **sizes, attn_implementation=implementation)
 
 
-def in_fp8(model):
-    return convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, "attention": {"format": "e4m3"}}})).attention
+def in_fp8(model, format="e4m3"):
+    return convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, "attention": {"format": format}}})).attention
 
 
-def attention_of_slices(heads, kv_heads, implementation, packed, long):
+def attention_of_slices(heads, kv_heads, implementation, packed, long, format="e4m3"):
     """Output and gradients of this rank's tokens."""
     model = model_of(heads, kv_heads, implementation)
     inputs, gradient = operands(heads, kv_heads)
-    with mock.patch.object(documents, "LONG", long), shared(model), warnings.catch_warnings():
+    of_codes = mock.patch.object(attention_format, "shared_fp8_attention", wraps=shared_fp8_attention)
+    with mock.patch.object(documents, "LONG", long), shared(model), of_codes as codes, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = in_fp8(model)
+        found = in_fp8(model, format)
         assert len(found.layers) == 2
         module = model.model.layers[0].self_attn
         assert module.num_key_value_groups == heads // kv_heads
@@ -104,6 +107,7 @@ def attention_of_slices(heads, kv_heads, implementation, packed, long):
             mine(gradient, 1),
         )
         assert module.num_key_value_groups == heads // kv_heads
+        assert codes.called == (not packed and (format == "e4m3" or long <= LENGTH))  # codes travel, not BF16
         return whole
 
 
@@ -148,6 +152,8 @@ CASES = {
     "long and short documents": (4, 2, "packed", True, SHORT_AND_LONG, document_by_document(by_length)),
     "long and short documents, sdpa": (4, 4, "sdpa", True, SHORT_AND_LONG, document_by_document(by_length)),
     "short documents, sdpa": (4, 4, "sdpa", True, LENGTH, document_by_document(sdpa)),
+    "long rows alone": (4, 2, "sdpa", False, LENGTH, "auto", fp8_attention),
+    "long rows alone, these are short": (4, 4, "sdpa", False, LENGTH + 1, "auto", sdpa),
 }
 
 
@@ -196,7 +202,6 @@ def loss_and_gradient(split, packed, fuse, attention, implementation="packed"):
         ("auto", True, "e4m3", "packed"),
         ("auto", True, "bf16", "sdpa"),
         ("off", False, "e4m3", "sdpa"),
-        ("off", False, "auto", "sdpa"),
         ("off", False, "bf16", "packed"),
         ("off", True, "bf16", "packed"),
     ],

@@ -117,6 +117,12 @@ def use_fp8_attention(model: nn.Module, only_long: bool = False) -> AttentionFor
     return AttentionFormat(layers, left, emulated, "packed" in implementations, only_long)
 
 
+def rows_stay_in_bf16(model: nn.Module, tokens: int) -> bool:
+    """Return whether attention of rows of so many tokens is in BF16 in every module, whatever the rows hold."""
+    modules = [module for module in model.modules() if is_attention(module)]
+    return bool(modules) and all(_is_too_short(module, tokens) for module in modules)
+
+
 def restore_attention(model: nn.Module) -> None:
     for module in filter(is_attention, model.modules()):
         name = module.config._attn_implementation or ""

@@ -109,7 +109,7 @@ def _scaled(x, factor, result, N, BLOCK: tl.constexpr):
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Do scaled_reference at the memory's speed: torch takes three times as long between two dtypes."""
+    """Do scaled_reference, also between two dtypes, in one pass."""
     x, block = x.contiguous(), 8192
     result = torch.empty_like(x, dtype=dtype)
     if x.numel():

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ds_fp8.config.formats import BLOCK, scale_shape
+from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.cudnn import HEAD_DIM
-from ds_fp8.layers.attention.documents import LONG
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.experts.adapters import wraps_parameter
 from ds_fp8.layers.experts.experts import PRODUCTS
@@ -171,7 +171,7 @@ def _groups_heads(attention: str) -> bool:
 
 
 def _attention_in_fp8(layer: LayerShape, w: Workload) -> bool:
-    too_short = w.fp8.attention.format == "auto" and w.sequence_length < LONG
+    too_short = w.fp8.attention.format == "auto" and w.sequence_length < documents.LONG
     return _may_have_attention_in_fp8(layer, w) and not too_short
 
 

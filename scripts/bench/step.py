@@ -127,7 +127,7 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
 
 
 class Batches:
-    """What a model is called with by step and rank: sequences [sequences, length], the same for every variant.
+    """Makes a model's inputs by step and rank: sequences [sequences, length], the same for every variant.
 
     Where ranks share rows each has its slice, whose labels end with it, and its places in the row.
     """

@@ -66,7 +66,7 @@ def test_they_hold_the_new_masters_and_travel_in_one_launch(ranks, world, thresh
 
 
 def gathered_again(of_each):
-    """Whether some, others and all of the persistent parameters hold their masters when they are gathered in turn."""
+    """Gather some, others and all of the persistent parameters in turn; return which hold their masters each time."""
     engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=100_000))
     models.train(engine, 1)
     gather, persistent = PersistentGather(engine), [p for p in engine.module.parameters() if p.ds_persist]

@@ -113,7 +113,8 @@ def use_fp8_attention(model: nn.Module, only_long: bool = False) -> AttentionFor
             # Modules share the configuration of the model: those that cannot be in FP8 get the new name too, and each
             # call asks `_why_not` again.
             config._attn_implementation = f"{PREFIX}{config._attn_implementation}"
-        setattr(modules[name], _ONLY_LONG, only_long)
+    for module in modules.values():
+        setattr(module, _ONLY_LONG, only_long)
     return AttentionFormat(layers, left, emulated, "packed" in implementations, only_long)
 
 

@@ -20,6 +20,7 @@ from ds_fp8.casts.quantization_triton import load_tile
 
 @triton.jit
 def turn_tile(tile, matrix, AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr):
+    """Return a tile [128, 128] multiplied along an axis by the blocks of a tile's matrix, or by its transpose."""
     #     y = x R / sqrt(block)         AXIS 1        R holds a tile's blocks on its diagonal, of 1, -1 and 0
     #     y = R' x / sqrt(block)        AXIS 0        R' = R transposed; R R' = block times the identity
     # AXIS 1 multiplies by R from the right, AXIS 0 by its transpose from the left; INVERSE exchanges the two, and reads

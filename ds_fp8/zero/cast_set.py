@@ -13,7 +13,8 @@ from ds_fp8.config.formats import SCALE_TYPES, CastSpec
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero.collectives import GATHER, WireMeter
 from ds_fp8.zero.residuals import OutlierResiduals
-from ds_fp8.zero.weight import ReferenceShardCast, ShardedWeight, place_scales
+from ds_fp8.zero.stacks import place_scales
+from ds_fp8.zero.weight import ReferenceShardCast, ShardedWeight
 
 
 def in_runs(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

@@ -9,7 +9,7 @@ Its codes are as flat, or whole rows of fprop's operand, with room for an outlie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -22,7 +22,7 @@ from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec, group_shape, is_of_blocks, scale_shape
 from ds_fp8.layers.linear.outliers import OutlierChannels
-from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder
+from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from ds_fp8.optim.masters import decode, encode
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.masters import has_fp32_master
@@ -387,38 +387,3 @@ class ReferenceShardCast:
             cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
             cover = cast(cover, own, self._spec.format, weight.granularity)
             weight.write_codes(cover.view(torch.uint8))
-
-
-def stacks_of(weights: Iterable[ShardedWeight]) -> list[list[ShardedWeight]]:
-    """Return `weights` in order, those of one fused product together if all of it is there, every other one alone."""
-    present = {id(weight.parameter): weight for weight in weights}
-    stacks = []
-    for weight in present.values():
-        group = [id(p) for p in group_of(weight.parameter)]
-        stack = [present[key] for key in group] if all(key in present for key in group) else [weight]
-        if stack[0] is weight:
-            stacks.append(stack)
-    return stacks
-
-
-def place_scales(stacks: list[list[ShardedWeight]]) -> int:
-    """Give every weight its `scale_start`, those of a stack one behind the other; returns the floats needed."""
-    place = 0
-    for stack in stacks:
-        for weight in stack:
-            weight.scale_start = place
-            place += weight.scale_numel
-        place = math.ceil(place / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
-    return place
-
-
-def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the codes of every weight of a stack, flat and adjacent, of all ranks' shards [W * n] of each, adjacent.
-
-    Views, or copies where padding parts them.
-    """
-    codes = [shards[: weight.codes_in_all] for weight, shards in zip(stack, landed, strict=True)]
-    # A padded weight leaves a hole before the next one, and a product reads no holes.
-    if any(len(mine) < len(shards) for mine, shards in zip(codes[:-1], landed, strict=False)):
-        return list(torch.cat(codes).split([weight.codes_in_all for weight in stack]))
-    return codes

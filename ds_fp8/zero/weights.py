@@ -10,8 +10,8 @@ Weights whose scale needs no amax need no all-reduce either. The result is bit-e
 (Micikevicius et al. cast whole tensors; a block on the edge of two shards is why its amax must be agreed). At every
 gather of a weight only the bytes of the shards travel: every rank knows all scales already.
 
-Weights of one fused product (`GROUP`: q, k, v; gate, up) that are fetched together arrive as adjacent row slices of one
-buffer, and their scales always lie so: wherever stacking keeps the scales, it is a view.
+Weights of one fused product arrive as adjacent row slices of one buffer, and their scales lie so: wherever stacking
+keeps the scales, it is a view (stacks.py).
 
 On one rank a shard is the weight: it is used where it lies, until the next cast writes there.
 
@@ -21,7 +21,7 @@ rank of the row writes: their gathers bring the operand of fprop, and nothing of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import deepspeed
@@ -49,8 +49,9 @@ from ds_fp8.zero.deepspeed.parameters import (
     shard_of,
 )
 from ds_fp8.zero.masters import MasterSet, SplitParameter
+from ds_fp8.zero.stacks import Rooms, stacks_of, without_padding
 from ds_fp8.zero.streams import profiled
-from ds_fp8.zero.weight import ShardedWeight, Source, State, on_device, stacks_of, without_padding
+from ds_fp8.zero.weight import ShardedWeight, Source, State, on_device
 
 ALIGNMENT = 256
 """Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
@@ -89,6 +90,7 @@ class ShardedWeights:
         # Sorted, so that all ranks agree on the order.
         ordered = sorted(weights, key=lambda weight: order(weight[0]))
         stacks = stacks_of(ShardedWeight(p, shard_of(p), spec, outliers) for p, spec, outliers in ordered)
+        self._rooms = Rooms(stacks)
         # Weights without FP32 masters, others that are trained, the rest.
         coded, trained, rest = ([stack for stack in stacks if _kind(stack) == kind] for kind in range(3))
         self.masters = MasterSet(engine, coded, wire) if coded else None
@@ -241,7 +243,7 @@ class ShardedWeights:
         self.cast_and_wait()
         for stack in stacks_of(self):
             if stack[0].shard.world > 1 and all(w.in_fp8 and not is_trained(w.parameter) for w in stack):
-                for weight, codes in zip(stack, self._room_for(stack), strict=True):
+                for weight, codes in zip(stack, self._rooms.take(stack, self.transport.allocate), strict=True):
                     weight.keep_whole(codes)
         self._gather_kept(self)
         self._refreshed = streams.record_event()  # products read what is kept as they read shards
@@ -301,7 +303,6 @@ class ShardedWeights:
         for weight in weights:
             weight.unshard()
         world, group = weights[0].shard.world, weights[0].shard.group
-        # The weights of a fused product land next to each other, where the product reads them.
         stacks = stacks_of(weights)
         landed, sent = {}, []
         for stack in stacks:
@@ -314,7 +315,7 @@ class ShardedWeights:
                 landed.update((weight, weight.kept) for weight in stack)
                 continue
             sent += stack
-            landed.update(zip(stack, self._room_for(stack), strict=True))
+            landed.update(zip(stack, self._rooms.take(stack, self.transport.allocate), strict=True))
         self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
         outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
         # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
@@ -337,12 +338,6 @@ class ShardedWeights:
                 weight.finish_unshard(mine, scales.get(weight, weight.scale))
 
         return finish
-
-    def _room_for(self, stack: list[ShardedWeight]) -> Sequence[torch.Tensor]:
-        """Return memory for the codes of a stack, all ranks' shards [W * n] of each."""
-        # One allocation for a stack: what lands side by side is one operand, without a concatenation.
-        lengths = [weight.shard.world * weight.codes_in_shard for weight in stack]
-        return self.transport.allocate(sum(lengths)).split(lengths)
 
     def whole(self, parameter: nn.Parameter) -> QuantizedTensor:
         """Gather one weight for a reader other than its layer. Collective, between two steps."""
@@ -382,6 +377,7 @@ class ShardedWeights:
         written = [w for w in weights if may_be_written and w.state is not State.UNSHARDED_FP8 and w.in_fp8]
         for weight in weights:
             weight.reshard()
+            self._rooms.resharded(weight)
         if not may_be_written:
             return None
         self.wait_for_cast()  # it may read the BF16 shards
@@ -423,6 +419,7 @@ class ShardedWeights:
         """Drop the gathered weights of a capture that failed."""
         for weight in self:
             weight.forget()
+            self._rooms.resharded(weight)
 
     def _end(self) -> None:
         """Leave to DeepSpeed what it would have: every weight sharded, in BF16."""

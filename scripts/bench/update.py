@@ -25,7 +25,8 @@ from ds_fp8.optim.moments import CODECS, Layout, Moment
 from ds_fp8.zero.cast_set import make_shard_cast
 from ds_fp8.zero.deepspeed.parameters import Shard
 from ds_fp8.zero.masters import ReferenceStep
-from ds_fp8.zero.weight import ShardedWeight, place_scales, stacks_of
+from ds_fp8.zero.stacks import place_scales, stacks_of
+from ds_fp8.zero.weight import ShardedWeight
 
 STEP = AdamStep(3, 1e-4, 0.9, 0.95, 1e-8, 0.1)
 COLUMNS = 4096

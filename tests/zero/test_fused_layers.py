@@ -1,5 +1,7 @@
 """Fused decoder layers of a Hugging Face model under ZeRO-3, on real ranks."""
 
+from collections import Counter
+
 import pytest
 import torch
 from deepspeed import comm as dist
@@ -12,6 +14,8 @@ from tests.zero import models
 from tests.zero.test_training import QUIET
 
 STEPS = 4
+MIDDLE = {"stage3_prefetch_bucket_size": 70_000, "stage3_max_reuse_distance": 0}
+"""A prefetch that ends between q (65,536 elements), k and v, and between gate and up (98,304)."""
 
 
 def train(section, world):
@@ -174,3 +178,36 @@ def gradients_held_at_the_end(dropped: str):
 def test_forwards_without_backward_hold_no_gradients(ranks, dropped):
     for share in ranks(2, gradients_held_at_the_end, dropped):
         assert share < 0.2
+
+
+def gathers(section, zero):
+    """(losses, how many stacks were copied and how many views, outlier blocks made by forward in the last step)."""
+    model = causal_lm("qwen2")
+    config = models.config({**QUIET, **section}, **zero)
+    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    seen, losses, stacked, extend = Counter(), [], weights._stacked, weights.extend_weight
+
+    def watched(parts):
+        result = stacked(parts)
+        seen["view" if result.data_ptr() == parts[0].data_ptr() else "copy"] += 1
+        return result
+
+    def extended(*arguments):
+        seen["block"] += 1
+        return extend(*arguments)
+
+    weights._stacked, weights.extend_weight = watched, extended
+    for step in range(STEPS):
+        seen["block"] = 0
+        ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
+        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
+    weights._stacked, weights.extend_weight = stacked, extend
+    held = [p for p in engine.module.parameters() if getattr(p, weights.GATHERED, None) is not None]
+    return losses, seen["copy"], seen["view"] > 0, seen["block"], len(held)
+
+
+@pytest.mark.parametrize("preset", ["infir2", "precise"])
+def test_what_a_prefetch_parts_is_one_operand(ranks, preset):
+    for whole, parted in zip(*(ranks(2, gathers, {"preset": preset}, zero) for zero in ({}, MIDDLE)), strict=True):
+        assert parted == whole
+        assert whole[1:] == (0, True, 0, 0)

@@ -1,4 +1,4 @@
-"""Weights of one fused product: adjacent in memory when fetched together, right in any case, freed after the last."""
+"""Weights of one fused product: adjacent in memory if fetched in a row, right in any case, freed after the last."""
 
 import functools
 import gc
@@ -86,26 +86,44 @@ def test_stacking_weights_fetched_together_is_a_view_of_their_whole_cast(ranks, 
             assert all(seen.values()), (sizes, seen)
 
 
-def fetched_apart(sizes_of_layers):
+def fetched_apart(sizes_of_layers, fetches):
+    """Whether weights, and what a product reads, are right; whether that is a view; weights; bytes left behind."""
     engine = build(sizes_of_layers)
     models.train(engine, 1)
     result = []
     for layer in engine.module.layers:
         weights, join = [weight for weight in layer.weights() if not weight.ds_persist], layer.join.weight
         masters = [models.full_master(weight) for weight in [*weights, join]]
-        gather(engine, [weights[0], join])
-        gather(engine, weights[1:])
+        before = live_bytes()
+        gather(engine, [join])
+        for fetch in fetches:
+            some = [weights[i] for i in fetch if i < len(weights)]
+            release([weight for weight in some if getattr(weight, GATHERED) is not None])
+            if some:
+                gather(engine, some)
         stacked = stacked_operand(weights, layer.join.recipe)
-        whole = quantize(torch.cat(masters[:-1]), *SPECS["infir2"])
-        result.append((right([*weights, join], masters, "infir2"), models.same_cast(stacked, whole), len(weights)))
+        same = models.same_cast(stacked, quantize(torch.cat(masters[:-1]), *SPECS["infir2"]))
+        view = stacked.data.data_ptr() == codes(weights[0]).data_ptr()
+        result.append((right([*weights, join], masters, "infir2"), same, view, len(weights)))
+        del stacked
         release([*weights, join])
+        result[-1] += (live_bytes() - before,)
     return result
 
 
-def test_weights_fetched_apart_are_right(ranks):
-    """In two fetches, and with a third weight so small that it is not gathered at all."""
-    found = ranks(2, fetched_apart, [(256, 128, 70), (256, 128, 2)])
-    assert found == [[(True, True, 3), (True, True, 2)]] * 2
+@pytest.mark.parametrize(
+    ("fetches", "view"),
+    [
+        (([0], [1, 2]), True),
+        (([2, 1], [0]), True),
+        (([1], [2], [0]), True),
+        (([0], [1, 2], [1]), False),  # released, and fetched again
+    ],
+)
+def test_weights_fetched_apart_are_one_operand(ranks, fetches, view):
+    """Also with a third weight so small that it is not gathered at all: then there is no room beside its product."""
+    found = ranks(2, fetched_apart, [(256, 128, 70), (256, 128, 2)], fetches)
+    assert found == [[(True, True, view, 3, 0), (True, True, False, 2, 0)]] * 2
 
 
 def stacked_where_it_is_used(leaf):

@@ -96,7 +96,7 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
     data = _stacked([operand.data.view(torch.uint8) for operand in operands]).view(first.data.dtype)
     if first.granularity == "128x128":
         scales = [operand.scale for operand in operands]
-        # Gathered weights of one product have their scales side by side (place_scales in zero/weight.py): no copy then.
+        # Gathered weights of one product have their scales side by side (zero/stacks.py): no copy then.
         scale = _view_of_adjacent(scales)
         if scale is None:
             columns = scales[0].shape[1]

@@ -48,25 +48,18 @@ def gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE
 
 
 @triton.jit
-def place_of(block):
-    """Return which channels the columns of an outlier block are of: 64 of them, twice."""
-    return block * 64 + tl.arange(0, 128) % 64
-
-
-@triton.jit
 def store_outlier_block(
     value, rounded, m, M, wide, wide_scale, tile, width,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Cast and store [value | value - rounded], of which `value` has both halves: FP32 [rows, 128]."""
+    """Cast and store [value | value - rounded], FP32 [rows, 64] each."""
     #     row of the block:   [v_0 .. v_63 | v_0 - r_0 .. v_63 - r_63]        v the numbers, r what their codes stand for
     # times the weight's  [residual of w | w again] it adds  v * (w - w_8) + (v - v_8) * w_8: what the narrow product
     # lacks. The halves share a scale, that of the numbers; the residuals are far smaller, so `value` alone decides it.
-    column = tl.arange(0, 128)
-    block = tl.where((column < 64)[None, :], value, value - rounded)
     scale, reciprocal = scale_of(amax_bits(value, 1), LARGEST, SMALLEST, POW2)
-    codes = to_fp8(block, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True)
-    tl.store(wide + m[:, None].to(tl.int64) * width + (tile * 128 + column)[None, :], codes, mask=(m < M)[:, None])
+    to, inside = wide + m[:, None].to(tl.int64) * width + (tile * 128 + tl.arange(0, 64))[None, :], (m < M)[:, None]
+    tl.store(to, to_fp8(value, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True), mask=inside)
+    tl.store(to + 64, to_fp8(value - rounded, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True), mask=inside)
     # Group-major, as all scales of 1x128: row `tile` of [width / 128, M].
     tl.store(wide_scale + tile * M + m, scale, mask=m < M)
 
@@ -85,7 +78,7 @@ def _extend_input(
         factor = tl.load(scale + m * scale_m + tile * scale_k, mask=m < M)
         tl.store(wide_scale + tile * M + m, factor, mask=m < M)
     else:
-        place = place_of(tile - (K + 127) // 128)
+        place = (tile - (K + 127) // 128) * 64 + tl.arange(0, 64)
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (m < M)[:, None] & (place < COUNT)[None, :]
         value = tl.load(source + m[:, None].to(tl.int64) * stride + channel[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -111,7 +104,7 @@ def _extend_weight(
         tl.store(wide_scale + rows * wide_scale_n + tile, tl.load(scale + rows * scale_n + tile))
     else:
         column = tl.arange(0, 128)
-        place = place_of(tile - (K + 127) // 128)
+        place = (tile - (K + 127) // 128) * 64 + column % 64
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (n < N)[:, None] & (place < COUNT)[None, :]
         of_row = tl.load(row_scale + rows)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.outliers_triton import ROWS, copy_tile, gather_codes, place_of, store_outlier_block, wide_input
+from ds_fp8.casts.outliers_triton import ROWS, copy_tile, gather_codes, store_outlier_block, wide_input
 from ds_fp8.casts.primitives_triton import (
     COMPILED,
     GROUP,
@@ -388,7 +388,7 @@ def _extend_product(
         tl.store(wide_scale + tile * M + m, tl.load(scale + m * scale_m + tile * scale_k, mask=m < M), mask=m < M)
     else:
         # Only the channels wanted are computed again: a product in high precision was never in memory.
-        place = place_of(tile - (F + 127) // 128)
+        place = (tile - (F + 127) // 128) * 64 + tl.arange(0, 64)
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (m < M)[:, None] & (place < COUNT)[None, :]
         address = gate_up + m[:, None].to(tl.int64) * stride + channel[None, :]

@@ -1,7 +1,8 @@
 """The weights of one fused product (`GROUP`: q, k, v; gate, up): their scales lie side by side, and so do their codes.
 
 Then a product reads them as one operand, which is a view. DeepSpeed may fetch them one by one, as its prefetch does
-where its bucket ends between them: the first to be fetched leaves room for the others.
+where its bucket ends between them: the first to be fetched leaves room for the others. Codes that are parted by padding
+are copied: of a fetch of all of them when they arrive, else by the product.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 
 from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.zero import streams
-from ds_fp8.zero.weight import SCALE_ALIGNMENT, ShardedWeight, State
+from ds_fp8.zero.deepspeed.parameters import is_gathered
+from ds_fp8.zero.weight import SCALE_ALIGNMENT, ShardedWeight
 
 
 def stacks_of(weights: Iterable[ShardedWeight]) -> list[list[ShardedWeight]]:
@@ -45,10 +47,14 @@ def without_padding(stack: list[ShardedWeight], landed: list[torch.Tensor]) -> l
     Views, or copies where padding parts them.
     """
     codes = [shards[: weight.codes_in_all] for weight, shards in zip(stack, landed, strict=True)]
-    # A padded weight leaves a hole before the next one, and a product reads no holes.
-    if any(len(mine) < len(shards) for mine, shards in zip(codes[:-1], landed, strict=False)):
+    if _padded(stack[:-1]):
         return list(torch.cat(codes).split([weight.codes_in_all for weight in stack]))
     return codes
+
+
+def _padded(weights: Iterable[ShardedWeight]) -> bool:
+    """Return whether one of them leaves a hole before the next: a product reads no holes."""
+    return any(weight.shard.world * weight.codes_in_shard > weight.codes_in_all for weight in weights)
 
 
 class Rooms:
@@ -60,20 +66,26 @@ class Rooms:
         self._left: dict[ShardedWeight, tuple[torch.Tensor, object | None]] = {}
         """Weights of a product of which others have been fetched -> room beside those, and the stream it is for."""
 
-    def take(self, stack: list[ShardedWeight], allocate: Callable[[int], torch.Tensor]) -> Sequence[torch.Tensor]:
+    def take(
+        self, stack: list[ShardedWeight], allocate: Callable[[int], torch.Tensor], leaves_room: bool = True
+    ) -> Sequence[torch.Tensor]:
         """Return memory for all ranks' shards [W * n] of each weight of a product, or of one of its weights.
 
-        On the current stream: what was left for another one is not in the order of this.
+        On the current stream: what was left for another one is not in the order of this. `leaves_room`: whether the
+        rest of the product may follow.
         """
-        stream, left = streams.current_stream(), self._left.pop(stack[0], None)
-        if len(stack) == 1 and left is not None and left[1] == stream:
-            return left[:1]
-        product = self._product[stack[0]]
-        if not all(weight.state is State.SHARDED and weight.in_fp8 and weight.kept is None for weight in product):
-            product = stack  # no place of this one would be beside all others
+        stream, product = streams.current_stream(), stack
+        if leaves_room:
+            room, of_stream = self._left.pop(stack[0], (None, None))
+            if len(stack) == 1 and room is not None and of_stream == stream:
+                return [room]
+            product = self._product[stack[0]]
+        others = [weight for weight in product if weight not in stack]
+        if _padded(product[:-1]) or any(is_gathered(w.parameter) or not w.in_fp8 or w.kept is not None for w in others):
+            product, others = stack, []  # not all would lie side by side
         lengths = [weight.shard.world * weight.codes_in_shard for weight in product]
         rooms = dict(zip(product, allocate(sum(lengths)).split(lengths), strict=True))
-        self._left |= {weight: (room, stream) for weight, room in rooms.items() if weight not in stack}
+        self._left |= {weight: (rooms[weight], stream) for weight in others}
         return [rooms[weight] for weight in stack]
 
     def resharded(self, weight: ShardedWeight) -> None:

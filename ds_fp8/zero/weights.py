@@ -10,8 +10,8 @@ Weights whose scale needs no amax need no all-reduce either. The result is bit-e
 (Micikevicius et al. cast whole tensors; a block on the edge of two shards is why its amax must be agreed). At every
 gather of a weight only the bytes of the shards travel: every rank knows all scales already.
 
-Weights of one fused product arrive as adjacent row slices of one buffer, and their scales lie so: wherever stacking
-keeps the scales, it is a view (stacks.py).
+Weights of one fused product arrive as adjacent row slices of one buffer if no padding parts them, and their scales lie
+so: wherever stacking keeps the scales, it is a view (stacks.py).
 
 On one rank a shard is the weight: it is used where it lies, until the next cast writes there.
 
@@ -296,12 +296,13 @@ class ShardedWeights:
         weights = sorted((self._weights[id(parameter)] for parameter in parameters), key=lambda weight: weight.start)
         return [self._unshard(some) for some in in_runs(weights, lambda weight: id(weight.shard.group))]
 
-    def _unshard(self, weights: list[ShardedWeight]) -> Callable[[], None]:
-        """Begin one gather of weights of one process group, sorted by `start`; the result waits for it."""
+    def _unshard(self, weights: list[ShardedWeight], leaves_room: bool = True) -> Callable[[], None]:
+        """Begin one gather of weights of one process group, sorted by `start`; the result waits for it.
+
+        `leaves_room`: beside weights whose product is not there yet, for the rest of it.
+        """
         self.wait_for_cast()
         stream = streams.current_stream()
-        for weight in weights:
-            weight.unshard()
         world, group = weights[0].shard.world, weights[0].shard.group
         stacks = stacks_of(weights)
         landed, sent = {}, []
@@ -315,7 +316,9 @@ class ShardedWeights:
                 landed.update((weight, weight.kept) for weight in stack)
                 continue
             sent += stack
-            landed.update(zip(stack, self._rooms.take(stack, self.transport.allocate), strict=True))
+            landed.update(zip(stack, self._rooms.take(stack, self.transport.allocate, leaves_room), strict=True))
+        for weight in weights:
+            weight.unshard()
         self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
         outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
         # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
@@ -345,8 +348,8 @@ class ShardedWeights:
         if weight.state is State.UNSHARDED_FP8:
             reshard(parameter)
         self.cast()
-        # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it.
-        self._unshard([weight])()
+        # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it. It may keep them.
+        self._unshard([weight], leaves_room=False)()
         if weight.operand_in_place:  # which the next cast overwrites: the reader gets a copy to keep
             weight.copy_operand()
         whole = replace(weight.operand, data=weight.operand.data.contiguous())  # without room

@@ -2,6 +2,9 @@
 
 import deepspeed
 import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param as get_master
+from deepspeed.utils import safe_get_full_optimizer_state as get_state
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
@@ -61,6 +64,37 @@ def test_its_losses_are_those_of_deepspeeds_bf16(ranks, graphs):
             assert loss == pytest.approx(their_loss, rel=2e-3)  # the loss is summed in another order
             assert norm == pytest.approx(their_norm, rel=1e-2)
         assert found[-1][0] != found[0][0]
+
+
+def states(engine):
+    """FP32 masters and moments of every parameter, and the steps taken."""
+    parameters = dict(engine.module.named_parameters())
+    found = {name: get_master(p) for name, p in parameters.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        found |= {f"{name} {moment}": get_state(p, moment) for name, p in parameters.items()}
+    return {name: tensor.clone() for name, tensor in found.items()}, engine.global_steps
+
+
+def last_steps(folder):
+    """States before and after a checkpoint of `precise` is loaded into a run in BF16, and the losses of both."""
+    engine, _ = engine_of(fp8={"preset": "precise"})
+    before = [take_step(engine, forward(engine, step=0))[0] for _ in range(3)]
+    engine.save_checkpoint(folder)
+    saved = states(engine)
+    engine.destroy()
+    engine, _ = engine_of(fp8={"preset": "precise", **IN_BF16})
+    engine.load_checkpoint(folder)
+    loaded = states(engine)
+    after = [take_step(engine, forward(engine, step=0))[0] for _ in range(2)]
+    return saved, loaded, before, after
+
+
+def test_the_last_steps_of_a_run_may_be_in_bf16(ranks, tmp_path):
+    for (saved, steps), (loaded, steps_loaded), before, after in ranks(2, last_steps, str(tmp_path)):
+        assert steps == steps_loaded == 3
+        assert saved.keys() == loaded.keys()
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+        assert before[0] > before[-1] > after[0] > after[-1]
 
 
 def test_without_an_override_a_model_with_no_linear_in_fp8_is_an_error():

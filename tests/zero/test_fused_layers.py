@@ -9,6 +9,7 @@ from deepspeed.utils import safe_get_full_grad
 
 import ds_fp8
 from ds_fp8.layers.linear import weights
+from ds_fp8.zero.stacks import Rooms
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 from tests.zero.test_training import QUIET
@@ -181,11 +182,12 @@ def test_forwards_without_backward_hold_no_gradients(ranks, dropped):
 
 
 def gathers(section, zero):
-    """(losses, how many stacks were copied and how many views, outlier blocks made by forward in the last step)."""
+    """(losses, stacks that were copied, whether some were views; outlier blocks made by forward in the last step; what
+    stayed gathered), whether some of a product was fetched without the rest."""
     model = causal_lm("qwen2")
     config = models.config({**QUIET, **section}, **zero)
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    seen, losses, stacked, extend = Counter(), [], weights._stacked, weights.extend_weight
+    seen, losses, stacked, extend, take = Counter(), [], weights._stacked, weights.extend_weight, Rooms.take
 
     def watched(parts):
         result = stacked(parts)
@@ -196,18 +198,24 @@ def gathers(section, zero):
         seen["block"] += 1
         return extend(*arguments)
 
-    weights._stacked, weights.extend_weight = watched, extended
+    def taken(rooms, stack, *arguments):
+        seen["parted"] += len(stack) < len(rooms._product[stack[0]])
+        return take(rooms, stack, *arguments)
+
+    weights._stacked, weights.extend_weight, Rooms.take = watched, extended, taken
     for step in range(STEPS):
         seen["block"] = 0
         ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
         losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
-    weights._stacked, weights.extend_weight = stacked, extend
+    weights._stacked, weights.extend_weight, Rooms.take = stacked, extend, take
     held = [p for p in engine.module.parameters() if getattr(p, weights.GATHERED, None) is not None]
-    return losses, seen["copy"], seen["view"] > 0, seen["block"], len(held)
+    return (losses, seen["copy"], seen["view"] > 0, seen["block"], len(held)), seen["parted"] > 0
 
 
 @pytest.mark.parametrize("preset", ["infir2", "precise"])
 def test_what_a_prefetch_parts_is_one_operand(ranks, preset):
-    for whole, parted in zip(*(ranks(2, gathers, {"preset": preset}, zero) for zero in ({}, MIDDLE)), strict=True):
+    found = [ranks(2, gathers, {"preset": preset}, zero) for zero in ({}, MIDDLE)]
+    for (whole, _), (parted, was_parted) in zip(*found, strict=True):
+        assert was_parted
         assert parted == whole
         assert whole[1:] == (0, True, 0, 0)

@@ -126,6 +126,43 @@ def test_weights_fetched_apart_are_one_operand(ranks, fetches, view):
     assert found == [[(True, True, view, 3, 0), (True, True, False, 2, 0)]] * 2
 
 
+def room_beside(sizes):
+    """Bytes of codes after fetches of one weight of a product, or of the same again; what a reader of one keeps."""
+    engine = build([sizes])
+    models.train(engine, 1)
+    weights = engine.module.layers[0].weights()
+    gather(engine, weights)
+    release(weights)
+    before, held = live_bytes(), []
+    for fetch, then in (([0], [0]), ([0, 1], [1]), ([1], [0, 1])):
+        for i in fetch:
+            gather(engine, [weights[i]])
+        held.append(live_bytes() - before)
+        release([weights[i] for i in then])
+        held.append(live_bytes() - before)
+    return (
+        [weight.ds_numel for weight in weights],
+        held,
+        [engine.fp8.weights.whole(weight).data.untyped_storage().nbytes() for weight in weights],
+    )
+
+
+def test_room_is_left_once_and_only_while_it_may_be_taken(ranks):
+    for (first, second, third), held, read in ranks(2, room_beside, (256, 128, 70)):
+        product = first + second + third
+        # The first alone; both, of which one goes; it comes again, beside what the first left.
+        assert held == [product, 0, product, product, product + second, 0]
+        assert read == [first, second, third]
+
+
+def test_no_room_is_left_where_padding_would_part_it(ranks):
+    for (first, second, _), held, _ in ranks(3, room_beside, (256, 128, 70)):
+        padding = 2 * 2
+        assert held[1] == held[5] == 0
+        for found, numel in zip(held, (first, 0, first + second, first, first + second, 0), strict=True):
+            assert numel <= found <= numel + padding
+
+
 def stacked_where_it_is_used(leaf):
     """Whether forward found all weights of the product adjacent, by layer."""
     engine = build([(256, 128, 70)] * 3, leaf=leaf)

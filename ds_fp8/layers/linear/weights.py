@@ -2,7 +2,7 @@
 
 Under FP8 parameter gather a weight carries its gathered FP8 bytes as `weight.fp8_gathered`, and `weight.data` is a
 placeholder that must not be read. q, k and v (gate and up) are multiplied as one matrix of their stacked rows; gathered
-together they already lie so in memory, and the stacked operand is a view.
+ones already lie so in memory (zero/stacks.py), and the stacked operand is a view.
 """
 
 from __future__ import annotations

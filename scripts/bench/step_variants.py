@@ -4,9 +4,10 @@ A variant is "bf16[/liger][/tuned][/offload]" (plain DeepSpeed; layers gathered 
 cuDNN's attention; masters and moments on the host),
 "torch[/liger][/compile][/flashoptim[/release]]" (torch alone in BF16, on one GPU; with FlashOptim's 24-bit masters and
 8-bit moments, and gradients released, which leaves no clipping) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the
-optimizer section of another, and any of bf16-wire (gather and reduce in BF16), fp8-experts (products of a mixture),
-fp8-head, 64-outliers (outlier channels), fp8-attention, keep-attention (through recomputation), whole-base (frozen
-weights whole on every GPU), graph, graph-auto, and the name of a GEMM backend.
+optimizer section of another, and any of bf16-wire (gather and reduce in BF16), bf16-layers (both: BF16 by this
+package's step and graphs), fp8-experts (products of a mixture), fp8-head, 64-outliers (outlier channels),
+fp8-attention, keep-attention (through recomputation), whole-base (frozen weights whole on every GPU), graph,
+graph-auto, and the name of a GEMM backend.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ds_fp8.gemm import BACKENDS
 
 CHOICES: dict[str, dict[str, Any]] = {
     "bf16-wire": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}},
+    "bf16-layers": {"linear": {"overrides": {"*": "bf16"}}},
     "fp8-experts": {"linear": {"expert_products": "fp8"}},
     "fp8-head": {"loss": {"head": "fp8"}},
     "64-outliers": {"linear": {"outlier_channels": 64}},

@@ -2,7 +2,7 @@
 
 Programs beyond the last tile of the cast write an outlier block each, of ROWS tokens or of 128 rows of a weight:
 
-    v      = source[m, channels[c]] (times its factors)         64 channels c, and again for the other half
+    v      = source[m, channels[c]] (times its factors)         64 channels c, whose residuals are the other half
     block  = [v | v - code * scale]                             codes and scales of the same channels, already cast
     scale  = f(max over the block),  data = cast(block / scale)
 

@@ -164,9 +164,9 @@ def gathered_at_the_loss(w: Workload) -> int:
 def gathered_in_backward(w: Workload, layer: int) -> int:
     """Return the bytes in backward of layer number `layer`: its own, those kept, those fetched, and a fetch's copy.
 
-    Fetched ahead are stage3_prefetch_bucket_size parameters and the rest of the last one, not of its product, of the
-    layers before that are not there yet. What arrives in one buffer is copied out of it, so that a fetch is there twice
-    for a moment.
+    Fetched ahead are stage3_prefetch_bucket_size parameters and the rest of the last one, of the layers before that are
+    not there yet. What arrives in one buffer is copied out of it, so that a fetch is there twice for a moment. The room
+    that the last one leaves for the rest of its product (zero/stacks.py) is not counted.
     """
     layers = w.model.layers
     first_kept = len(layers) - _kept_for_backward(w)

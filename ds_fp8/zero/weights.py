@@ -318,7 +318,7 @@ class ShardedWeights:
             sent += stack
             landed.update(zip(stack, self._rooms.take(stack, self.transport.allocate, leaves_room), strict=True))
         for weight in weights:
-            weight.unshard()
+            weight.unshard()  # behind the rooms, which are left for weights that are not on their way
         self._wire.count(GATHER, "all_gather", sum(weight.data.nbytes for weight in sent), group)
         outputs, inputs = [landed[weight] for weight in sent], [weight.data for weight in sent]
         # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.

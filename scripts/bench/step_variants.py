@@ -1,13 +1,12 @@
 """Variants that step.py measures, by their names, and the processes that measure one.
 
 A variant is "bf16[/liger][/tuned][/offload]" (plain DeepSpeed; layers gathered whole, but for adapters, more ahead, and
-cuDNN's attention; masters and moments on the host),
-"torch[/liger][/compile][/flashoptim[/release]]" (torch alone in BF16, on one GPU; with FlashOptim's 24-bit masters and
-8-bit moments, and gradients released, which leaves no clipping) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the
-optimizer section of another, and any of bf16-wire (gather and reduce in BF16), bf16-layers (both: BF16 by this
-package's step and graphs), fp8-experts (products of a mixture), fp8-head, 64-outliers (outlier channels),
-fp8-attention, keep-attention (through recomputation), whole-base (frozen weights whole on every GPU), graph,
-graph-auto, and the name of a GEMM backend.
+cuDNN's attention; masters and moments on the host), "torch[/liger][/compile][/flashoptim[/release]]" (torch alone in
+BF16, on one GPU; with FlashOptim's 24-bit masters and 8-bit moments, and gradients released, which leaves no clipping)
+or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer section of another, and any of bf16-wire (gather and reduce
+in BF16), bf16-layers (linear layers in BF16; with bf16-wire all is BF16, by this package's step and graphs),
+fp8-experts (products of a mixture), fp8-head, 64-outliers (outlier channels), fp8-attention, keep-attention (through
+recomputation), whole-base (frozen weights whole on every GPU), graph, graph-auto, and the name of a GEMM backend.
 """
 
 from __future__ import annotations

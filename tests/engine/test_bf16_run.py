@@ -67,7 +67,7 @@ def test_its_losses_are_those_of_deepspeeds_bf16(ranks, graphs):
 
 
 def states(engine):
-    """FP32 masters and moments of every parameter, and the steps taken."""
+    """Return the FP32 masters and moments of every parameter, and the number of steps taken."""
     parameters = dict(engine.module.named_parameters())
     found = {name: get_master(p) for name, p in parameters.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -76,7 +76,7 @@ def states(engine):
 
 
 def last_steps(folder):
-    """States before and after a checkpoint of `precise` is loaded into a run in BF16, and the losses of both."""
+    """Go on in BF16 from a checkpoint of `precise`; return the states saved and loaded, and the losses of both runs."""
     engine, _ = engine_of(fp8={"preset": "precise"})
     before = [take_step(engine, forward(engine, step=0))[0] for _ in range(3)]
     engine.save_checkpoint(folder)

@@ -182,8 +182,11 @@ def test_forwards_without_backward_hold_no_gradients(ranks, dropped):
 
 
 def gathers(section, zero):
-    """(losses, stacks that were copied, whether some were views; outlier blocks made by forward in the last step; what
-    stayed gathered), whether some of a product was fetched without the rest."""
+    """Train a tiny Qwen2 and watch what its products read.
+
+    Returns ((losses, stacks that were copied, whether some were views, outlier blocks made by forward in the last step,
+    weights that stayed gathered), whether some of a product was fetched without the rest).
+    """
     model = causal_lm("qwen2")
     config = models.config({**QUIET, **section}, **zero)
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]

@@ -87,7 +87,11 @@ def test_stacking_weights_fetched_together_is_a_view_of_their_whole_cast(ranks, 
 
 
 def fetched_apart(sizes_of_layers, fetches):
-    """Whether weights, and what a product reads, are right; whether that is a view; weights; bytes left behind."""
+    """Fetch a product's weights in these parts, those that are there a second time.
+
+    Returns for each layer whether its weights and what its product reads are right, whether that is a view, how many
+    weights there are, and the bytes left behind.
+    """
     engine = build(sizes_of_layers)
     models.train(engine, 1)
     result = []
@@ -127,7 +131,10 @@ def test_weights_fetched_apart_are_one_operand(ranks, fetches, view):
 
 
 def room_beside(sizes):
-    """Bytes of codes after fetches of one weight of a product, or of the same again; what a reader of one keeps."""
+    """Fetch weights of a product one by one, release some, and fetch one again.
+
+    Returns the elements of each weight, the bytes of codes after each of these, and what readers of one weight keep.
+    """
     engine = build([sizes])
     models.train(engine, 1)
     weights = engine.module.layers[0].weights()

@@ -48,6 +48,8 @@ class CastSet:
         self._runs = [(run[0][0].shard.group, run[0][0].spec, end) for run, end in zip(runs, ends, strict=True)]
         """Process group and cast of successive weights, and where their scales end."""
         self._pinned: torch.Tensor | None = None
+        self.amax: torch.Tensor | None = None
+        """Of all numbers that the next cast reads, where a step has found it (one_pass.py)."""
 
     def place(self, codes: torch.Tensor) -> None:
         """Keep the shards in `codes`, the buffer that every weight's `data` is a view of."""
@@ -55,7 +57,7 @@ class CastSet:
             (make_shard_cast(same, codes, same[0].spec), same[0].spec)
             for same in in_runs(self.weights, lambda weight: str(weight.spec))
         ]
-        self._device = codes.device
+        self.device = codes.device
         with_outliers = [weight for weight in self.weights if weight.outliers is not None]
         self._residuals = OutlierResiduals(with_outliers, codes.device) if with_outliers else None
 
@@ -77,11 +79,13 @@ class CastSet:
 
         Offloaded numbers are copied here first, and for that the host waits.
         """
-        # Zeros: blocks of which this rank has no element must not raise the maximum of the others.
-        amax = torch.zeros(self.num_scales, device=self._device)
-        for shard_cast, spec in self._shard_casts:
-            if SCALE_TYPES[spec.scale].needs_amax:
-                shard_cast.write_amax(amax, ShardedWeight.numbers)
+        amax, self.amax = self.amax, None
+        if amax is None:
+            # Zeros: blocks of which this rank has no element must not raise the maximum of the others.
+            amax = torch.zeros(self.num_scales, device=self.device)
+            for shard_cast, spec in self._shard_casts:
+                if SCALE_TYPES[spec.scale].needs_amax:
+                    shard_cast.write_amax(amax, ShardedWeight.numbers)
         scales = self._agreed(amax, wire)
         if self._pinned is not None:
             # Behind the products of the last micro-step, which read these scales: the cast's stream waits for

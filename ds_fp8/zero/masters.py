@@ -159,7 +159,7 @@ class MasterSet(CastSet):
         """Cast what is stale, weight by weight, in torch: it is rare, and of FP32 numbers there is no room for many."""
         stale = [weight for weight in self.weights if weight.stale]
         if stale:
-            amax = torch.zeros(self.num_scales, device=self._device)
+            amax = torch.zeros(self.num_scales, device=self.device)
             for weight in stale:
                 ReferenceShardCast([weight], weight.spec).write_amax(amax, ShardedWeight.numbers)
             agreed, scales = self._agreed(amax, wire), self._scales.clone()
@@ -169,10 +169,10 @@ class MasterSet(CastSet):
                 if weight.source is Source.BF16:
                     ReferenceShardCast([weight], weight.spec).cast(scales, ShardedWeight.numbers)
                 elif weight.shard.valid:
-                    if weight.apart is not None and weight.apart.device == self._device:
+                    if weight.apart is not None and weight.apart.device == self.device:
                         # Freed below, maybe before this stream has read it.
                         streams.used_by_current_stream(weight.apart)
-                    weight.write_master(weight.master().to(self._device, torch.float32), scales)
+                    weight.write_master(weight.master().to(self.device, torch.float32), scales)
             self._take(scales, stale)
         self._residuals_due = False
         self.write_residuals(wire)
@@ -194,10 +194,10 @@ class MasterSet(CastSet):
 
     def begin(self) -> None:
         """Begin a step, behind the last reads of codes and scales."""
-        self._amax = torch.zeros(self.num_scales, device=self._device)
+        self._amax = torch.zeros(self.num_scales, device=self.device)
         self._unfinished: list[Finish] = []
 
-    def update(self, sub_group: int) -> Callable[..., None] | None:
+    def update(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
         """Return what takes AdamW's step of a sub-group; None for one with FP32 masters."""
         if sub_group not in self._members:
             return None

@@ -25,6 +25,8 @@ from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
 from ds_fp8.zero.gradients import GradientShards
 from ds_fp8.zero.masters import MasterSet
+from ds_fp8.zero.one_pass import OnePass, one_pass_of
+from ds_fp8.zero.weights import ShardedWeights
 
 
 def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:
@@ -50,10 +52,17 @@ class Step:
         self._skipped = 0
         self.before_codes: Callable[[], None] = lambda: None
         """Lets the stream wait until codes may be written."""
-        self.masters: MasterSet | None = None
-        """Holds the masters that are codes and corrections."""
+        self.sets: list[MasterSet | OnePass] = []
+        """Weights whose codes the update writes."""
         self.prepare_bf16: Callable[[], Callable[[], None]] = lambda: self._zero.write_bf16
         """Returns what rounds the new masters into the BF16 shards; replaced where not all of those are needed."""
+
+    def write_codes_of(self, weights: ShardedWeights) -> None:
+        """Let the update write codes, of all sets of weights that it can."""
+        numels = [masters.numel() for _, masters, _ in self._zero.sub_groups()]
+        one_pass = None if weights.trained is None else one_pass_of(weights.trained, self._optimizer, numels)
+        self.sets = [some for some in (weights.masters, one_pass) if some is not None]
+        self.before_codes = weights.before_codes
 
     @torch.no_grad()
     def __call__(self) -> bool:
@@ -73,16 +82,14 @@ class Step:
         verdict = streams.Fetch(skip)
         # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
         zero.clear_model_gradients()
-        masters = self.masters
-        if masters is not None:
+        if self.sets:
             self.before_codes()
-            masters.begin()
-        work = [
-            (*one, None if masters is None else masters.update(index)) for index, one in enumerate(zero.sub_groups())
-        ]
+        for some in self.sets:
+            some.begin()
+        work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(zero.sub_groups())]
         self._optimizer.step(work=work, factor=self._factor(norm), skip=skip)
-        if masters is not None:
-            masters.finish(skip)
+        for some in self.sets:
+            some.finish(skip)
         write_bf16 = self.prepare_bf16()  # while the GPU is busy
         if verdict.get():
             # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
@@ -90,11 +97,16 @@ class Step:
             zero.skip()
             self._say_skipped(norm)
             return False
-        if masters is not None:
-            masters.taken()
+        for some in self.sets:
+            some.taken()
         write_bf16()
         zero.finish(norm / zero.loss_scale)
         return True
+
+    def _update_of(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
+        """Return what takes AdamW's step of a sub-group in place of the optimizer, or None."""
+        updates = (some.update(sub_group, masters) for some in self.sets)
+        return next((update for update in updates if update is not None), None)
 
     def _say_skipped(self, norm: torch.Tensor) -> None:
         """Warn of the 1st, 2nd, 4th, 8th ... skipped step: weights that never change look like a slow start."""

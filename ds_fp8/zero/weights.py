@@ -94,8 +94,9 @@ class ShardedWeights:
         # Weights without FP32 masters, others that are trained, the rest.
         coded, trained, rest = ([stack for stack in stacks if _kind(stack) == kind] for kind in range(3))
         self.masters = MasterSet(engine, coded, wire) if coded else None
-        self._sets = [*([self.masters] if coded else []), *(CastSet(some) for some in (trained, rest) if some)]
-        self._trained = [weight for stack in trained for weight in stack]
+        self.trained = CastSet(trained) if trained else None
+        """Trained weights with FP32 masters."""
+        self._sets = [some for some in (self.masters, self.trained, CastSet(rest) if rest else None) if some]
         # Keyed by id: a Parameter compares element by element.
         self._weights = {id(weight.parameter): weight for some in self._sets for weight in some.weights}
         # Shards that are fetched together lie side by side: what is sent is a view.
@@ -270,7 +271,7 @@ class ShardedWeights:
     # ---------------------------------------------------------------- writes
 
     def step_wrote(self) -> None:
-        self._wrote(self._trained)
+        self._wrote(self.trained.weights if self.trained else ())
 
     def load_wrote(self, frozen_only: bool = False) -> None:
         """Note that all masters and BF16 shards, or those of weights that are not trained, may have been written."""

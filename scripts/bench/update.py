@@ -1,4 +1,4 @@
-"""AdamW's step and the cast of weights that follows it: two kernels of FP32 masters, one of codes and corrections.
+"""AdamW's step and the cast of weights behind it: FP32 masters in two passes and in one, codes and corrections.
 
     python scripts/bench/update.py                             ms for 1e9 parameters, bytes of state a parameter
     python scripts/bench/update.py --tiles 16x8x3,8x4x5        shapes of the kernel beside each other
@@ -30,6 +30,7 @@ from ds_fp8.zero.weight import ShardedWeight
 
 STEP = AdamStep(3, 1e-4, 0.9, 0.95, 1e-8, 0.1)
 COLUMNS = 4096
+TWO_PASSES, ONE_PASS = "FP32, and a cast", "FP32, in one pass"
 
 
 def moments(kept: str, numel: int) -> tuple[torch.Tensor | Moment, torch.Tensor | Moment]:
@@ -72,6 +73,22 @@ def two_kernels(weights: list[ShardedWeight], scales: torch.Tensor, kept: str) -
         amax = torch.zeros_like(scales)
         cast.write_amax(amax, parts.__getitem__)
         cast.cast(scale_from_amax(amax, "e4m3", weights[0].spec.scale), parts.__getitem__)
+
+    return measure(update)
+
+
+def one_pass(weights: list[ShardedWeight], scales: torch.Tensor) -> float:
+    from ds_fp8.zero.one_pass_triton import StepAndCast
+
+    size, numel = weights[0].numel, sum(weight.numel for weight in weights)
+    kernel = StepAndCast([(weight, size * index) for index, weight in enumerate(weights)], numel, weights[0].data)
+    master, (exp_avg, exp_avg_sq) = torch.randn(numel, device=device()) * WEIGHT_STD, moments("fp32", numel)
+    gradient, skip = gradients("fp32", numel), torch.zeros(1, dtype=torch.int32, device=device())
+
+    def update() -> None:
+        amax = torch.zeros_like(scales)
+        kernel(master, amax, gradient, exp_avg, exp_avg_sq, STEP, skip=skip)
+        scale_from_amax(amax, "e4m3", weights[0].spec.scale)
 
     return measure(update)
 
@@ -119,16 +136,20 @@ def main(arguments: list[str] | None = None) -> int:
     tiles = [tuple(map(int, one.split("x"))) for one in words(options.tiles)] or [None]
     for moments_in, scale in itertools.product(("fp32", "e4m3_expanded"), ("pow2", "fp32")):
         of_moments = 8 if moments_in == "fp32" else 2 + 10 / 128
-        for tile in ("FP32", *tiles):
+        # Of FP32 masters in one pass there is a kernel where moments are in FP32, too, and on GPUs alone.
+        in_one_pass = moments_in == "fp32" and device().type == "cuda"
+        for tile in (TWO_PASSES, *([ONE_PASS] if in_one_pass else []), *tiles):
             weights, scales = sharded(rows, count, scale)
-            if tile == "FP32":
+            if tile == TWO_PASSES:
                 milliseconds = two_kernels(weights, scales, moments_in)
+            elif tile == ONE_PASS:
+                milliseconds = one_pass(weights, scales)
             else:
                 milliseconds = one_kernel(weights, scales, moments_in, tile)
             found.append({
-                "masters": "FP32, and a cast" if tile == "FP32" else f"code and correction {tile or ''}",
+                "masters": tile if tile in (TWO_PASSES, ONE_PASS) else f"code and correction {tile or ''}",
                 "moments": moments_in, "scales": scale, "milliseconds": milliseconds * 1e9 / (count * rows * COLUMNS),
-                "bytes": (4 if tile == "FP32" else 2) + of_moments + 1 + 4 / 128**2,
+                "bytes": (4 if tile in (TWO_PASSES, ONE_PASS) else 2) + of_moments + 1 + 4 / 128**2,
             })  # fmt: skip
             del weights, scales
             if device().type == "cuda":

@@ -87,7 +87,7 @@ def master_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
 
     As safe_get_local_fp32_param gives it, which makes the host wait for the stream of the gradients at every call.
     """
-    position = _master_position(parameter)
+    position = master_position(parameter)
     if position is None:
         return bf16_shard(parameter)
     group, start, numel = position
@@ -100,7 +100,7 @@ def is_trained(parameter: torch.nn.Parameter) -> bool:
     `requires_grad` tells neither: an optimizer may be given some of a model's parameters only, and what is frozen after
     the start keeps its masters.
     """
-    return _master_position(parameter) is not None
+    return master_position(parameter) is not None
 
 
 def untrained_parameters(engine: deepspeed.DeepSpeedEngine) -> list[str]:
@@ -112,7 +112,7 @@ def untrained_parameters(engine: deepspeed.DeepSpeedEngine) -> list[str]:
     return [name for name, p in named if p.requires_grad and p.ds_numel and not is_trained(p)]
 
 
-def _master_position(parameter: torch.nn.Parameter) -> list[int] | None:
+def master_position(parameter: torch.nn.Parameter) -> list[int] | None:
     """Return (sub-group, first element, elements) of this rank's masters of a parameter; None where there are none."""
     optimizer = getattr(parameter, "_z3_optimizer", None)
     if not hasattr(optimizer, "grad_position"):  # an engine without an optimizer
@@ -272,7 +272,7 @@ def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tenso
     if engine.zero_optimization_stage() == 3:
         spans: list[dict[int, Segment]] = [{} for _ in optimizer.fp32_partitioned_groups_flat]
         for parameter in engine.module.parameters():
-            position = _master_position(parameter)
+            position = master_position(parameter)
             # Of tensors that have nothing here the place is another's.
             if position is not None and shard_of(parameter).valid:
                 group, start, _ = position

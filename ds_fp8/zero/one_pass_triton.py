@@ -1,0 +1,174 @@
+"""AdamW's step of FP32 masters and moments, and the cast of what it wrote, in one pass: 29 bytes an element, not 33.
+
+A program has a block of 128 x 128 of a weight. It updates PART rows after another and keeps their new masters in its
+registers; then it has the amax of the block, and from that scale and codes. Of blocks that lie on two ranks it finds the
+amax of its part, and the cast that follows writes their codes (cast_set.py). What lies between weights in a sub-group
+(vectors, embeddings) is updated in the same launch, as blocks of rows of 128 elements that nobody casts.
+
+The bits are those of adamw_step (optim/adamw_step_triton.py) and of the casts of cast_triton.py, one after the other.
+Compressed moments have no kernel here: decoding and encoding them takes the registers that hold the masters, and two
+passes are faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, to_fp8
+from ds_fp8.config.formats import BLOCK
+from ds_fp8.optim.adamw import AdamStep
+from ds_fp8.optim.adamw_step_triton import load, store
+from ds_fp8.optim.moments_triton import divide
+from ds_fp8.zero.cast_triton import alone_in, tiles_of
+from ds_fp8.zero.weight import ShardedWeight
+
+ONCE = tl.constexpr("evict_first")
+PART, WARPS = 32, 16
+"""Rows that a program updates at once, and its warps: 118 registers a thread, and one program a multiprocessor."""
+
+
+@triton.jit(do_not_specialize_on_alignment=["programs"])
+def _step_and_cast(
+    owner, table, programs, masters, codes, amax, grad, exp_avg, exp_avg_sq, skip, factor,
+    beta1, beta2, eps, decay, step_size, root_factor,
+    SKIP: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, PART: tl.constexpr,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
+):
+    if SKIP:
+        if tl.load(skip) != 0:
+            return
+    program = tl.load(programs + tl.program_id(0))
+    casts, program = program % 2, program // 2
+    fields = table + tl.load(owner + program).to(tl.int64) * 10
+    columns = tl.load(fields + 1).to(tl.int32)
+    tile, across = program - tl.load(fields).to(tl.int32), columns // 128
+    tile_row, column = tl.load(fields + 4) + tile // across, tile % across * 128
+    # Places in flat tensors pass 2^31, those in a block do not. Shards begin and end at multiples of 128, and rows have
+    # so many elements.
+    begin = tl.multiple_of(tile_row * 128 * columns + column, 128)
+    start, stop = tl.load(fields + 2) - begin, tl.load(fields + 3) - begin
+    flat = tl.multiple_of(tl.load(fields + 7) - start, 128)
+    rows, across_block = tl.arange(0, PART), tl.arange(0, 128)
+    bits = tl.zeros([PART], tl.int32)
+    kept = ()
+    for part in tl.static_range(128 // PART):
+        of_row = tl.multiple_of((part * PART + rows) * columns, [128])
+        valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
+        place = flat + of_row[:, None] + across_block[None, :]
+        w = load(masters + place, valid, EVEN, ONCE)
+        g = load(grad + place, valid, EVEN, ONCE).to(tl.float32)
+        m = load(exp_avg + place, valid, EVEN, ONCE)
+        v = load(exp_avg_sq + place, valid, EVEN, ONCE)
+        if factor is not None:
+            g = g * tl.load(factor)
+        m = m * beta1 + g * (1.0 - beta1)
+        v = v * beta2 + g * g * (1.0 - beta2)
+        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
+        if not EVEN:
+            w = tl.where(valid, w, 0.0)
+        store(masters + place, w, valid, EVEN, ONCE)
+        store(exp_avg + place, m, valid, EVEN, ONCE)
+        store(exp_avg_sq + place, v, valid, EVEN, ONCE)
+        bits = tl.maximum(bits, amax_bits(w, 1))
+        kept += (w,)
+    scales_per_row = tl.load(fields + 6)
+    if scales_per_row > 0:
+        largest = tl.minimum(tl.max(bits, 0), 0x7F800000)  # Inf for NaN: an all-reduce MAX must carry it
+        tl.store(amax + tl.load(fields + 5) + tile_row * scales_per_row + column // 128, largest)
+        if casts != 0:
+            _, reciprocal = scale_of(largest, LARGEST, SMALLEST, POW2)
+            pitch = tl.load(fields + 9)
+            to = codes + tl.multiple_of(tl.load(fields + 8) + tile_row * 128 * pitch + column, 16)
+            for part in tl.static_range(128 // PART):
+                of_row = tl.multiple_of((part * PART + rows) * columns, [128])
+                valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
+                place = tl.multiple_of((part * PART + rows) * pitch, [16])[:, None] + across_block[None, :]
+                code = to_fp8(kept[part], reciprocal, DTYPE).to(tl.uint8, bitcast=True)
+                store(to + place, code, valid, EVEN, ONCE)
+
+
+class StepAndCast:
+    """The step of one sub-group, and the casts of its weights: one launch, and one more for blocks that are not whole."""
+
+    def __init__(self, members: Sequence[tuple[ShardedWeight, int]], numel: int, codes: torch.Tensor):
+        """Prepare the step of a sub-group of `numel` elements; `can_take` must have returned True for it.
+
+        Args:
+            members: Its weights, each with its first element in the sub-group.
+            numel: Elements of the sub-group.
+            codes: The buffer of all codes, or a view.
+        """
+        codes = codes.as_strided((1,), (1,), 0)  # from its beginning: places in it are in the table
+        members = sorted(((w, start) for w, start in members if w.shard.valid), key=lambda member: member[1])
+        first, end, rows, casts, whole = 0, 0, [], [], []
+        for weight, start in (*members, (None, numel)):
+            if start > end:  # elements of no weight
+                tiles = -(-(start - end) // BLOCK**2)
+                rows.append((first, BLOCK, 0, start - end, 0, 0, 0, end, 0, 0))
+                casts.append(torch.zeros(tiles, dtype=torch.bool))
+                whole.append((torch.arange(tiles) + 1) * BLOCK**2 <= start - end)
+                first += tiles
+            if weight is None:
+                break
+            shard, (tile_row, down, across) = weight.shard, tiles_of(weight)
+            rows.append((
+                first, shard.shape[1], shard.start, shard.start + shard.valid, tile_row, weight.scale_start,
+                weight.scale_strides[0], start, weight.start + weight.origin, weight.pitch,
+            ))  # fmt: skip
+            alone = alone_in(weight, tile_row, down, across)
+            casts.append(alone)
+            last_rows = torch.arange(tile_row + 1, tile_row + down + 1) * BLOCK
+            whole.append(alone & (last_rows <= shard.shape[0]).repeat_interleave(across))
+            first += down * across
+            end = start + shard.numel
+        firsts = torch.tensor([row[0] for row in rows] + [first])
+        owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), firsts.diff())
+        programs, evenly = 2 * torch.arange(first, dtype=torch.int32) + torch.cat(casts).int(), torch.cat(whole)
+        self._tables = owner.to(codes.device), torch.tensor(rows, dtype=torch.int64, device=codes.device)
+        self._programs = [(even, programs[evenly == even].to(codes.device)) for even in (True, False)]
+        self._codes, self._options = codes, format_arguments(members[0][0].spec.format, members[0][0].spec.scale)
+
+    def __call__(
+        self,
+        masters: torch.Tensor,
+        amax: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        step: AdamStep,
+        *,
+        skip: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
+    ) -> None:
+        """Take the step, write the amax of all blocks, and the codes of those that no other rank has a part of.
+
+        Args:
+            masters: FP32, flat, of the sub-group; likewise the moments.
+            amax: FP32, all weights', zeros.
+            gradient: Flat, of the sub-group.
+            exp_avg: See `masters`.
+            exp_avg_sq: See there.
+            step: The step's numbers.
+            skip: As for adamw_step_reference.
+            factor: See there.
+        """
+        numbers = step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor
+        for even, programs in self._programs:
+            if len(programs):
+                _step_and_cast[(len(programs),)](
+                    *self._tables, programs, masters, self._codes, amax.view(torch.int32), gradient, exp_avg, exp_avg_sq,
+                    skip, factor, *numbers, SKIP=skip is not None, FAST=gradient.is_cuda, EVEN=even, PART=PART,
+                    num_warps=WARPS, **self._options,
+                )  # fmt: skip
+
+
+def can_take(members: Sequence[tuple[ShardedWeight, int]], numel: int) -> bool:
+    """Return whether StepAndCast can step a sub-group: its weights are cast alike by blocks, all of multiples of 128."""
+    specs = {str(weight.spec): weight.spec for weight, _ in members}
+    blocks = all(s.granularity == "128x128" and s.scale in ("pow2", "fp32") and not s.by_torch for s in specs.values())
+    numbers = (n for w, at in members for n in (w.shard.shape[1], w.shard.start, w.shard.numel, w.start, w.pitch, at))
+    return len(specs) == 1 and blocks and all(number % BLOCK == 0 for number in (numel, *numbers))

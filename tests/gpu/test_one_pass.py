@@ -1,0 +1,60 @@
+"""Update and cast in one pass on GPUs: the bits of two passes, in the kernel and through whole engines."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+from ds_fp8.zero import step
+from tests.zero import models
+from tests.zero.test_one_pass import *  # noqa: F403
+
+pytestmark = pytest.mark.gpu
+GPUS = range(1, min(torch.cuda.device_count(), 2) + 1)
+SIZES = (256, 640)
+"""Of two ranks each has half of a block of one weight, and whole blocks of the other."""
+
+
+def run(one_pass, section, sizes, zero):
+    """Losses, masters, codes and scales behind steps taken and skipped, and a user's write."""
+    apart = contextlib.nullcontext() if one_pass else mock.patch.object(step, "one_pass_of", return_value=None)
+    with apart:
+        engine = models.build(models.config({"monitor": {"every": 0}, **section}, **zero), sizes=sizes)
+    losses = models.train(engine, 3)
+    engine.backward(engine(models.batch(5, 0).to(engine.device)) * torch.inf)
+    engine.step()
+    weight = engine.module.layers[0].up.weight
+    safe_set_full_fp32_param(weight, 1.5 * safe_get_full_fp32_param(weight))
+    losses += models.train(engine, 3)
+    kept = {name: models.full_master(p).cpu() for name, p in engine.module.named_parameters()}
+    for number, one in enumerate(engine.fp8.weights):
+        kept |= {f"codes {number}": one.data.cpu(), f"scale {number}": one.scale.cpu()}
+    return bool(engine.fp8.step.sets), engine.skipped_steps, losses, kept
+
+
+@pytest.mark.parametrize("world", GPUS)
+@pytest.mark.parametrize("preset", ["hybrid_fast", "precise"])
+@pytest.mark.parametrize("zero", [{}, {"sub_group_size": 100_000}], ids=["one sub-group", "several"])
+def test_a_run_has_the_bits_of_two_passes(gpu_ranks, world, preset, zero):
+    both = (gpu_ranks(world, run, one_pass, {"preset": preset}, SIZES, zero) for one_pass in (True, False))
+    for (taken, *counts, kept), (not_taken, *expected, other) in zip(*both, strict=True):
+        assert taken
+        assert not not_taken
+        assert counts == expected
+        assert counts[0] == 1
+        assert [name for name in other if not torch.equal(kept[name], other[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("section", "sizes"),
+    [
+        ({}, (131, 301)),
+        ({"optimizer": {"exp_avg": "bf16"}}, SIZES),
+        ({"preset": "tensorwise"}, SIZES),
+    ],
+)
+def test_other_runs_take_two_passes(gpu_ranks, section, sizes):
+    ((taken, *_),) = gpu_ranks(1, run, True, section, sizes, {})
+    assert not taken

@@ -74,6 +74,23 @@ def store(pointers, x, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = NO_POLI
         tl.store(pointers, x, mask=valid, eviction_policy=POLICY)
 
 
+@triton.jit
+def new_moments(g, m, v, beta1, beta2):
+    """Return both moments behind a gradient. What is fused is written out: by itself a compiler chooses, and last bits vary."""
+    zeros = tl.zeros_like(g)
+    m = tl.fma(g, zeros + (1.0 - beta1), m * beta1)
+    v = tl.fma(v, zeros + beta2, g * g * (1.0 - beta2))
+    return m, v
+
+
+@triton.jit
+def new_master(w, m, v, decay, step_size, root_factor, eps, FAST: tl.constexpr):
+    """Return a master behind a step, from both new moments; fused as written."""
+    zeros = tl.zeros_like(w)
+    denominator = tl.fma(tl.sqrt(v), zeros + root_factor, zeros + eps)
+    return tl.fma(divide(m, denominator, FAST), zeros - step_size, w * decay)
+
+
 @triton.jit(do_not_specialize=["first", "numel", "seed"], do_not_specialize_on_alignment=_SCALARS)
 def _adamw(
     master, grad, low, ties, skip, factor, first, numel,
@@ -108,8 +125,7 @@ def _adamw(
         g = g * tl.load(factor)
     m = decode_tile(m_codes, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
     v = decode_tile(v_codes, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
-    m = m * beta1 + g * (1.0 - beta1)
-    v = v * beta2 + g * g * (1.0 - beta2)
+    m, v = new_moments(g, m, v, beta1, beta2)
     if MEASURE:
         # Codecs take subnormal numbers for zero, in the amax too: it would be a scale that nothing is stored with.
         tl.atomic_max(exp_avg_bits, tl.max(tl.max(normal_magnitude_bits(m), 1), 0), sem="relaxed")
@@ -123,7 +139,7 @@ def _adamw(
             bit = (tl.arange(0, 128) % 8)[None, :]
             tie = (load(ties + offsets // 8, valid, EVEN).to(tl.int32) >> bit) & 1
             w = decode_split(load(low + offsets, valid, EVEN), w, tie)
-        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
+        w = new_master(w, m, v, decay, step_size, root_factor, eps, FAST)
         if ties is None:
             store(master + offsets, w, valid, EVEN)
             if LOW:

@@ -25,10 +25,18 @@ from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, multipro
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
-from ds_fp8.optim.adamw_step_triton import BEYOND, common_arguments, load, state_arguments, store
+from ds_fp8.optim.adamw_step_triton import (
+    BEYOND,
+    common_arguments,
+    load,
+    new_master,
+    new_moments,
+    state_arguments,
+    store,
+)
 from ds_fp8.optim.masters_triton import decode_master, encode_master, kept_scale
 from ds_fp8.optim.moments import Moment
-from ds_fp8.optim.moments_triton import decode_tile, divide, encode_store
+from ds_fp8.optim.moments_triton import decode_tile, encode_store
 from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.weight import ShardedWeight
 
@@ -97,14 +105,13 @@ def _step(
                 g = g * tl.load(factor)
             m = decode_tile(load(exp_avg + flat + place, valid, EVEN, ONCE), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
             v = decode_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
-            m = m * beta1 + g * (1.0 - beta1)
-            v = v * beta2 + g * g * (1.0 - beta2)
+            m, v = new_moments(g, m, v, beta1, beta2)
             w = decode_master(load(its_codes + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
             if apart is not None:
                 address = tl.load(apart + weight)
                 of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
                 w = tl.where(address != 0, of_user, w)
-            w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
+            w = new_master(w, m, v, decay, step_size, root_factor, eps, FAST)
             if not EVEN:
                 w = tl.where(valid, w, 0.0)
             if WHAT != FINISH:

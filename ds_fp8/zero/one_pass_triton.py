@@ -21,8 +21,7 @@ import triton.language as tl
 from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, scale_of, to_fp8
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.optim.adamw import AdamStep
-from ds_fp8.optim.adamw_step_triton import load, store
-from ds_fp8.optim.moments_triton import divide
+from ds_fp8.optim.adamw_step_triton import load, new_master, new_moments, store
 from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.weight import ShardedWeight
 
@@ -47,27 +46,26 @@ def _step_and_cast(
     columns = tl.load(fields + 1).to(tl.int32)
     tile, across = program - tl.load(fields).to(tl.int32), columns // 128
     tile_row, column = tl.load(fields + 4) + tile // across, tile % across * 128
-    # Places in flat tensors pass 2^31, those in a block do not. Shards begin and end at multiples of 128, and rows have
-    # so many elements.
-    begin = tl.multiple_of(tile_row * 128 * columns + column, 128)
-    start, stop = tl.load(fields + 2) - begin, tl.load(fields + 3) - begin
-    flat = tl.multiple_of(tl.load(fields + 7) - start, 128)
+    # Places in flat tensors pass 2^31, those in a block do not. Rows have multiples of 128 elements; all else is a
+    # multiple of 4, or of 16 where codes lie.
+    begin = tile_row * 128 * columns + column
+    start, stop = tl.multiple_of(tl.load(fields + 2) - begin, 4), tl.multiple_of(tl.load(fields + 3) - begin, 4)
+    flat = tl.multiple_of(tl.load(fields + 7) - start, 4)
     rows, across_block = tl.arange(0, PART), tl.arange(0, 128)
     bits = tl.zeros([PART], tl.int32)
     kept = ()
     for part in tl.static_range(128 // PART):
-        of_row = tl.multiple_of((part * PART + rows) * columns, [128])
-        valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
-        place = flat + of_row[:, None] + across_block[None, :]
+        of_block = tl.multiple_of((part * PART + rows) * columns, [128])[:, None] + across_block[None, :]
+        valid = (of_block >= start) & (of_block < stop)
+        place = flat + of_block
         w = load(masters + place, valid, EVEN, ONCE)
         g = load(grad + place, valid, EVEN, ONCE).to(tl.float32)
         m = load(exp_avg + place, valid, EVEN, ONCE)
         v = load(exp_avg_sq + place, valid, EVEN, ONCE)
         if factor is not None:
             g = g * tl.load(factor)
-        m = m * beta1 + g * (1.0 - beta1)
-        v = v * beta2 + g * g * (1.0 - beta2)
-        w = w * decay - step_size * divide(m, tl.sqrt(v) * root_factor + eps, FAST)
+        m, v = new_moments(g, m, v, beta1, beta2)
+        w = new_master(w, m, v, decay, step_size, root_factor, eps, FAST)
         if not EVEN:
             w = tl.where(valid, w, 0.0)
         store(masters + place, w, valid, EVEN, ONCE)
@@ -84,8 +82,8 @@ def _step_and_cast(
             pitch = tl.load(fields + 9)
             to = codes + tl.multiple_of(tl.load(fields + 8) + tile_row * 128 * pitch + column, 16)
             for part in tl.static_range(128 // PART):
-                of_row = tl.multiple_of((part * PART + rows) * columns, [128])
-                valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
+                of_block = ((part * PART + rows) * columns)[:, None] + across_block[None, :]
+                valid = (of_block >= start) & (of_block < stop)
                 place = tl.multiple_of((part * PART + rows) * pitch, [16])[:, None] + across_block[None, :]
                 code = to_fp8(kept[part], reciprocal, DTYPE).to(tl.uint8, bitcast=True)
                 store(to + place, code, valid, EVEN, ONCE)
@@ -167,8 +165,11 @@ class StepAndCast:
 
 
 def can_take(members: Sequence[tuple[ShardedWeight, int]], numel: int) -> bool:
-    """Return whether StepAndCast can step a sub-group: its weights are cast alike by blocks, all of multiples of 128."""
+    """Return whether StepAndCast can step a sub-group: its weights are cast alike, by blocks, and all lies evenly."""
     specs = {str(weight.spec): weight.spec for weight, _ in members}
     blocks = all(s.granularity == "128x128" and s.scale in ("pow2", "fp32") and not s.by_torch for s in specs.values())
-    numbers = (n for w, at in members for n in (w.shard.shape[1], w.shard.start, w.shard.numel, w.start, w.pitch, at))
-    return len(specs) == 1 and blocks and all(number % BLOCK == 0 for number in (numel, *numbers))
+    rows = all(weight.shard.shape[1] % BLOCK == 0 for weight, _ in members)
+    codes = (n for w, _ in members for n in (w.shard.start, w.shard.numel, w.start, w.pitch))
+    places = (numel, *(start for _, start in members))
+    evenly = all(n % 16 == 0 for n in codes) and all(n % 4 == 0 for n in places)
+    return len(specs) == 1 and blocks and rows and evenly

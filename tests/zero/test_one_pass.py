@@ -15,7 +15,7 @@ from tests.zero.shard_casts import DEVICE, buffer_of, weights_of
 kernels = pytest.importorskip("ds_fp8.zero.one_pass_triton", reason="Triton is not installed")
 SHAPES = [(256, 256), (130, 128), (384, 128)]
 """Of two ranks each has whole blocks, and parts of blocks."""
-GAPS = [256, 0, 130 * 128, 128]
+GAPS = [260, 0, 130 * 128, 12]
 """Elements of no weight before, between and behind them."""
 STEP = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
 EXACT = DEVICE == "cuda"
@@ -117,14 +117,15 @@ def test_a_master_that_is_no_number_is_loud():
 @pytest.mark.parametrize(
     ("shapes", "world", "start", "numel", "taken"),
     [
-        ([(256, 128)], 2, 128, 256 * 128, True),
+        ([(256, 128)], 2, 12, 256 * 128, True),
+        ([(256, 128)], 64, 0, 256 * 128, True),
         ([(256, 192)], 1, 0, 256 * 192, False),
         ([(256, 128)], 3, 0, 256 * 128, False),
-        ([(256, 128)], 1, 64, 257 * 128, False),
-        ([(256, 128)], 1, 0, 256 * 128 + 1, False),
+        ([(256, 128)], 1, 6, 257 * 128, False),
+        ([(256, 128)], 1, 0, 256 * 128 + 2, False),
     ],
 )
-def test_only_multiples_of_128_are_taken(shapes, world, start, numel, taken):
+def test_only_what_lies_evenly_is_taken(shapes, world, start, numel, taken):
     (weight,) = weights_of(0, world, "128x128", DEVICE, shapes)
     assert kernels.can_take([(weight, start)], numel) is taken
 

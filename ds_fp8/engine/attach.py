@@ -89,7 +89,7 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
     )
     if state.step is not None:
         sharded.free_bf16_shards()
-        state.step.prepare_bf16 = sharded.prepare_bf16
+        state.step.prepare_bf16 = sharded.bf16.prepare
         state.step.write_codes_of(sharded)
     if state.config.param_gather.frozen == "whole":
         sharded.keep_frozen_whole()  # behind the BF16 shards: there may be no room for both

@@ -33,16 +33,15 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero import streams
+from ds_fp8.zero.bf16_shards import Bf16Shards, move_frozen_to_host
 from ds_fp8.zero.cast_set import CastSet, in_runs
 from ds_fp8.zero.collectives import GATHER, Transport, WireMeter, choose
 from ds_fp8.zero.deepspeed.masters import has_fp32_master
 from ds_fp8.zero.deepspeed.methods import on_destroy
-from ds_fp8.zero.deepspeed.optimizer import FlatBf16
 from ds_fp8.zero.deepspeed.parameters import (
     bf16_shard,
     is_gathered,
     is_trained,
-    master_shard,
     on_external_parameter,
     order,
     reshard,
@@ -102,7 +101,7 @@ class ShardedWeights:
         # Shards that are fetched together lie side by side: what is sent is a view.
         numels = [weight.codes_in_shard for weight in self]
         if frees_bf16 and _is_short_of(sum(numels), stacks[0][0].parameter.device):
-            self._move_frozen_to_host()  # before there are codes; the first cast copies them back one by one
+            move_frozen_to_host(self)  # before there are codes; the first cast copies them back one by one
         groups = list({id(weight.shard.group): weight.shard.group for weight in self}.values())
         self.transport: Transport = choose(sum(numels), stacks[0][0].parameter.device, groups)
         self.codes = self.transport.local
@@ -120,7 +119,8 @@ class ShardedWeights:
         self._refreshed: object | None = None
         """Event behind the last cast."""
         self._pinned = False
-        self._flat_bf16: FlatBf16 | None = None
+        self.bf16: Bf16Shards | None = None
+        """DeepSpeed's buffer of BF16 shards, where it is freed."""
         on_destroy(engine, self._end)
         # A module that reads another module's weight needs numbers, not FP8 codes.
         on_external_parameter(engine, lambda parameter: self.leave_fp8([parameter]))
@@ -452,30 +452,10 @@ class ShardedWeights:
     # ---------------------------------------------------------------- BF16 shards
 
     def free_bf16_shards(self) -> None:
-        """Keep no BF16 shards on the device. For engines whose step writes the others' only (`prepare_bf16`).
-
-        DeepSpeed holds a BF16 shard of every parameter beside its FP32 master. Weights that are gathered in FP8 need
-        none: what reads their BF16 shards (GatheredParameters, saving, loading) gets them rounded from the masters at
-        that moment. Those of frozen weights wait on the host, where the residuals of outlier channels read them once.
-        """
-        self._flat_bf16 = FlatBf16(self._engine)
+        """Keep no BF16 shards that nobody reads. For engines whose step writes the others' only (`bf16.prepare`)."""
         if self.masters is not None or not all(is_trained(weight.parameter) for weight in self):
             self.cast_and_wait()  # while the BF16 shards are there, of which masters are made, and codes
-        for weight in self:
-            if weight.in_fp8 and is_trained(weight.parameter):
-                weight.need_no_bf16()
-        self._move_frozen_to_host()
-        self.drop_bf16()
-        if self.codes.is_cuda:
-            torch.cuda.empty_cache()  # of blocks as large as the model, which activations would leave in pieces
-
-    def _move_frozen_to_host(self) -> None:
-        for weight in self:
-            if weight.in_fp8 and not is_trained(weight.parameter):
-                weight.need_no_bf16()
-                weight.free_bf16()
-                if weight.outliers is not None:
-                    weight.outliers.fixed = True
+        self.bf16 = Bf16Shards(self._engine, self._weights)
 
     def frozen_with_bf16(self) -> tuple[int, int] | None:
         """Return how many frozen parameters have a BF16 shard on the device, and how many there are; None without."""
@@ -484,41 +464,13 @@ class ShardedWeights:
             return None
         return sum(weight.numel for weight in frozen if weight.has_bf16), sum(weight.numel for weight in frozen)
 
-    def prepare_bf16(self) -> Callable[[], None]:
-        """Return what rounds the new masters of a step into the BF16 shards that exist for good, and frees the others.
-
-        Finding them takes the host longer than rounding takes the GPU: hundreds of adapters and vectors.
-        """
-        kept = self._trained_with(lambda weight: not weight.frees_bf16)
-        coded = [weight for weight in map(self.of, kept) if weight is not None and weight.correction is not None]
-        # Without those whose masters are in BF16: the step has rounded them.
-        masters = {p: master_shard(p) for p in kept if has_fp32_master(p)}
-
-        def write() -> None:
-            # Masters of codes are decoded by the scales of the step, which it has now.
-            self._flat_bf16.round(masters | {weight.parameter: weight.master() for weight in coded})
-            for weight in self:
-                weight.free_bf16()  # what a user wrote there held until now
-
-        return write
-
     def restore_bf16(self) -> None:
         """Make DeepSpeed's flat buffer of all BF16 shards, for code of its that reads or writes it."""
-        if self._flat_bf16 is not None:
+        if self.bf16 is not None:
             self.wait_for_cast()
-            for weight in self:
-                if not weight.on_host:
-                    weight.make_bf16()
-            self._flat_bf16.restore()
+            self.bf16.restore()
 
     def drop_bf16(self) -> None:
-        """Free the flat buffer, and keep of it only what is needed, or cast from."""
-        if self._flat_bf16 is not None and self._flat_bf16.exists:
-            for weight in self:
-                if weight.source is Source.MASTER:
-                    weight.free_bf16()
-            self._flat_bf16.drop(self._trained_with(lambda weight: weight.has_bf16))
-
-    def _trained_with(self, keeps: Callable[[ShardedWeight], bool]) -> list[nn.Parameter]:
-        trained = self._flat_bf16.parameters
-        return [parameter for parameter in trained if (weight := self.of(parameter)) is None or keeps(weight)]
+        """Free the flat buffer, where `restore_bf16` has made it."""
+        if self.bf16 is not None:
+            self.bf16.drop()

@@ -221,8 +221,9 @@ class AdamW(torch.optim.Optimizer):
         Args:
             closure: called first, with gradients enabled.
             work: (param group, parameter, gradient of its number of elements in any floating point dtype, None), where
-                gradients lie elsewhere than in `p.grad`; the host then waits for nothing. In place of None: what does
-                adamw_step_reference for a parameter whose numbers are not in it, without its first argument.
+                gradients lie elsewhere than in `p.grad`; the host then waits for nothing. In place of None: what takes
+                the step with the arguments of adamw_step_reference but the first, where masters lie elsewhere or casts
+                are made with it.
             factor: with `work`: FP32 with one element on the parameters' device, multiplied into every gradient as it
                 is read.
             skip: with `work`: int32 with one element there; not zero leaves all parameters and moments as they are.
@@ -235,14 +236,15 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # All states before the first step of any: making one may fail, and then nothing has been changed.
         if work is not None:
-            for group, p, gradient, update in work:
-                self._advance(p, gradient, self._state_of(p), group, skip, factor, update)
+            prepared = [(group, p, gradient, self._state_of(p), update) for group, p, gradient, update in work]
+            for group, p, gradient, state, update in prepared:
+                self._advance(p, gradient, state, group, skip, factor, update)
             return loss
         with_gradients = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for _, p in with_gradients:
             _check_gradient(p)
-        # All states before the first step of any: making one may fail, and then nothing has been changed.
         states = [self._state_of(p) for _, p in with_gradients]
         for (group, p), state in zip(with_gradients, states, strict=True):
             self._advance(p, p.grad, state, group)

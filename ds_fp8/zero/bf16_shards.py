@@ -36,7 +36,7 @@ class Bf16Shards:
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, weights: Mapping[int, ShardedWeight]):
-        """Free the BF16 shards of `weights`, by the id of their parameters, which have been cast."""
+        """Free the BF16 shards of `weights`, by the id of their parameters. Casts that read them have been made."""
         self._weights, self._flat = weights, FlatBf16(engine)
         for weight in weights.values():
             if weight.in_fp8 and is_trained(weight.parameter):

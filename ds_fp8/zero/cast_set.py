@@ -49,7 +49,8 @@ class CastSet:
         """Process group and cast of successive weights, and where their scales end."""
         self._pinned: torch.Tensor | None = None
         self.amax: torch.Tensor | None = None
-        """Of all numbers that the next cast reads, where a step has found it (one_pass.py)."""
+        """Of what the next cast reads, where a step has found it and written the codes of blocks that are this rank's
+        alone (one_pass.py). That cast takes it away, as does whoever writes masters or BF16 shards."""
 
     def place(self, codes: torch.Tensor) -> None:
         """Keep the shards in `codes`, the buffer that every weight's `data` is a view of."""

@@ -104,7 +104,7 @@ class Lifecycle:
             if self.weights is not None:
                 self.weights.wait_for_cast()  # it reads masters, on a stream of its own
             if self.update is not None:
-                result, taken = None, self.update()
+                result, taken = None, self._updated()
             else:
                 result = stock(*args, **kwargs)
                 taken = not overflowed(self._engine)
@@ -123,6 +123,16 @@ class Lifecycle:
             for callback in self.after_step:
                 callback()
             return result
+
+    def _updated(self) -> bool:
+        """Take the step of `update`; return whether it was taken."""
+        try:
+            return self.update()
+        except BaseException:
+            # Out of memory, or the user's interrupt, after which a program may go on: masters are what they are now.
+            if self.weights is not None:
+                self.weights.load_wrote()
+            raise
 
     # ---------------------------------------------------------------- parameters
 

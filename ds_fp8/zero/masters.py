@@ -173,19 +173,22 @@ class MasterSet(CastSet):
                         # Freed below, maybe before this stream has read it.
                         streams.used_by_current_stream(weight.apart)
                     weight.write_master(weight.master().to(self.device, torch.float32), scales)
-            self._take(scales, stale)
+            self._take(scales)
+            self._are_cast(stale)
         self._residuals_due = False
         self.write_residuals(wire)
 
     def _scale_of(self, amax: torch.Tensor, spec: CastSpec) -> torch.Tensor:
         return scale_from_amax(kept_amax(amax, spec.scale), spec.format, spec.scale)
 
-    def _take(self, scales: torch.Tensor, written: Iterable[ShardedWeight]) -> None:
-        """Let `scales` be those of all weights; the codes of `written` are the casts of their present numbers."""
+    def _take(self, scales: torch.Tensor) -> None:
         self._scales = scales if self._pinned is None else self._pinned.copy_(scales)
         for weight in self.weights:
             weight.scale = weight.scales_in(self._scales)
-        for weight in written:
+
+    def _are_cast(self, weights: Iterable[ShardedWeight]) -> None:
+        """Note that the codes are the casts of the present numbers."""
+        for weight in weights:
             weight.stale = False
             if weight.source is Source.MASTER:
                 weight.apart = None
@@ -216,9 +219,11 @@ class MasterSet(CastSet):
 
     def finish(self, skip: torch.Tensor) -> None:
         """Write what needs the amax of other ranks. Collective; the host waits for nothing."""
-        self._new_scales = self._agreed(self._amax, self._wire)
+        scales = self._agreed(self._amax, self._wire)
         while self._unfinished:
-            self._unfinished.pop(0)(self._new_scales, skip)
+            self._unfinished.pop(0)(scales, skip)
+        # At once, and not when the host knows: codes never have the scales of others, whatever ends the step midway.
+        self._take(torch.where(skip != 0, self._scales, scales))
 
     def taken(self) -> None:
         """Note that the step was taken: the codes are those of new masters, over what a user wrote."""
@@ -226,7 +231,7 @@ class MasterSet(CastSet):
             one.taken()
         for weight in self.weights:
             weight.source = Source.MASTER
-        self._take(self._new_scales, self.weights)
+        self._are_cast(self.weights)
         self._residuals_due = True
 
     # ---------------------------------------------------------------- DeepSpeed's view

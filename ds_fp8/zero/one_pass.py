@@ -26,6 +26,7 @@ class OnePass:
 
     def begin(self) -> None:
         """Begin a step, behind the last reads of codes."""
+        # Held until the next step: the cast reads it on another stream than it is allocated on.
         self._amax = torch.zeros(self._weights.num_scales, device=self._weights.device)
 
     def update(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:

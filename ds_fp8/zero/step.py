@@ -8,6 +8,8 @@
 Norm, factor and the decision to skip stay on the device: AdamW's kernel reads them. The host learns at the very end,
 when all of the step is enqueued, whether it was taken: schedulers and counters depend on it.
 
+Where a kernel can, the update writes FP8 codes of the new masters, too (masters.py, one_pass.py).
+
 Values are those of DeepSpeed's step bit for bit, except that the norm is summed in another order.
 """
 

@@ -1,7 +1,8 @@
 """The weights of an engine that are gathered in FP8: ZeRO-3 sends one byte a parameter, and makes no BF16 copy of them.
 
 After each change of the FP32 master shards they are cast once, on a stream of their own, right after an optimizer step,
-beside the work that precedes the first gather. Frozen weights are cast once, and again only after a write to them.
+beside the work that precedes the first gather. A step may have cast most of their blocks itself (one_pass.py). Frozen
+weights are cast once, and again only after a write to them.
 
     amax[b]  = max over all ranks of |master[i]|, i in block b     one all-reduce MAX, all trained weights together
     shard    = cast(master shard, scale(amax))                     local, one byte a parameter
@@ -271,7 +272,7 @@ class ShardedWeights:
     # ---------------------------------------------------------------- writes
 
     def step_wrote(self) -> None:
-        self._wrote(self.trained.weights if self.trained else ())
+        self._wrote(self.trained.weights if self.trained else (), by_step=True)
 
     def load_wrote(self, frozen_only: bool = False) -> None:
         """Note that all masters and BF16 shards, or those of weights that are not trained, may have been written."""
@@ -285,9 +286,11 @@ class ShardedWeights:
             if not is_gathered(parameter):  # else `reshard` frees it
                 weight.free_bf16()
 
-    def _wrote(self, weights: Iterable[ShardedWeight]) -> None:
+    def _wrote(self, weights: Iterable[ShardedWeight], by_step: bool = False) -> None:
         for weight in weights:
             weight.master_wrote()
+        if self.trained and not by_step:
+            self.trained.amax = None
         self._changed = streams.record_event()
 
     # ---------------------------------------------------------------- unshard and reshard
@@ -408,7 +411,7 @@ class ShardedWeights:
         save_16bit_model does): then they go on being cast from their FP32 masters. As in ZeRO-3 itself new values hold
         until the next step writes the masters over them. Collective; the host waits.
         """
-        self._changed = streams.record_event()
+        self._wrote(())
         for pairs in in_runs(written, lambda pair: id(pair[0].shard.group)):
             changed = [bool((bf16_shard(weight.parameter) != old)[: weight.shard.valid].any()) for weight, old in pairs]
             # A rank whose part of the weight is unchanged must cast it again as well, for its blocks share scales with

@@ -8,7 +8,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from ds_fp8.zero import step
-from tests.zero import models
+from tests.zero import models, test_interrupted_step
 from tests.zero.test_one_pass import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu
@@ -17,21 +17,32 @@ SIZES = (256, 640)
 """Of two ranks each has half of a block of one weight, and whole blocks of the other."""
 
 
+def spy_on_casts(engine):
+    """A list that grows where a cast of trained weights reads all masters."""
+    reads = []
+    for shard_cast, _ in engine.fp8.weights.trained._shard_casts:
+        write_amax = shard_cast.write_amax
+        shard_cast.write_amax = lambda *args, write_amax=write_amax: reads.append(write_amax(*args))
+    return reads
+
+
 def run(one_pass, section, sizes, zero):
     """Losses, masters, codes and scales behind steps taken and skipped, and a user's write."""
     apart = contextlib.nullcontext() if one_pass else mock.patch.object(step, "one_pass_of", return_value=None)
     with apart:
         engine = models.build(models.config({"monitor": {"every": 0}, **section}, **zero), sizes=sizes)
     losses = models.train(engine, 3)
+    reads = spy_on_casts(engine)
     engine.backward(engine(models.batch(5, 0).to(engine.device)) * torch.inf)
     engine.step()
     weight = engine.module.layers[0].up.weight
     safe_set_full_fp32_param(weight, 1.5 * safe_get_full_fp32_param(weight))
     losses += models.train(engine, 3)
+    engine.fp8.weights.cast_and_wait()
     kept = {name: models.full_master(p).cpu() for name, p in engine.module.named_parameters()}
     for number, one in enumerate(engine.fp8.weights):
         kept |= {f"codes {number}": one.data.cpu(), f"scale {number}": one.scale.cpu()}
-    return bool(engine.fp8.step.sets), engine.skipped_steps, losses, kept
+    return len(reads), engine.skipped_steps, losses, kept
 
 
 @pytest.mark.parametrize("world", GPUS)
@@ -39,12 +50,18 @@ def run(one_pass, section, sizes, zero):
 @pytest.mark.parametrize("zero", [{}, {"sub_group_size": 100_000}], ids=["one sub-group", "several"])
 def test_a_run_has_the_bits_of_two_passes(gpu_ranks, world, preset, zero):
     both = (gpu_ranks(world, run, one_pass, {"preset": preset}, SIZES, zero) for one_pass in (True, False))
-    for (taken, *counts, kept), (not_taken, *expected, other) in zip(*both, strict=True):
-        assert taken
-        assert not not_taken
+    for (reads, *counts, kept), (in_two_passes, *expected, other) in zip(*both, strict=True):
+        assert (reads, in_two_passes) == (1, 4)  # behind the user's write, and behind every step
         assert counts == expected
         assert counts[0] == 1
         assert [name for name in other if not torch.equal(kept[name], other[name])] == []
+
+
+@pytest.mark.parametrize("world", GPUS)
+def test_a_run_whose_step_ends_midway_goes_on(gpu_ranks, world):
+    test_interrupted_step.assert_casts_of_masters(gpu_ranks(world, test_interrupted_step.against_whole_masters))
+    both = (gpu_ranks(world, test_interrupted_step.masters_behind, interrupted) for interrupted in (True, False))
+    test_interrupted_step.assert_same_masters(*both)
 
 
 @pytest.mark.parametrize(
@@ -56,5 +73,5 @@ def test_a_run_has_the_bits_of_two_passes(gpu_ranks, world, preset, zero):
     ],
 )
 def test_other_runs_take_two_passes(gpu_ranks, section, sizes):
-    ((taken, *_),) = gpu_ranks(1, run, True, section, sizes, {})
-    assert not taken
+    ((reads, *_),) = gpu_ranks(1, run, True, section, sizes, {})
+    assert reads == 4

@@ -2,7 +2,7 @@
 
 DeepSpeed holds a BF16 shard of every parameter beside its FP32 master, in one flat buffer. What reads those of weights
 that are gathered in FP8 (GatheredParameters, saving, loading) gets them rounded from the masters at that moment. Those
-of frozen weights wait on the host, where the residuals of outlier channels read them once.
+of frozen weights wait on the host, for casts after a load.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class CastSet:
         self._pinned: torch.Tensor | None = None
         self.amax: torch.Tensor | None = None
         """Of what the next cast reads, where a step has found it and written the codes of blocks that are this rank's
-        alone (one_pass.py). That cast takes it away, as does whoever writes masters or BF16 shards."""
+        alone (one_pass.py). That cast takes it away, as do loads and writes of whole masters."""
 
     def place(self, codes: torch.Tensor) -> None:
         """Keep the shards in `codes`, the buffer that every weight's `data` is a view of."""

@@ -103,11 +103,18 @@ class Lifecycle:
         with profiled("step"):
             if self.weights is not None:
                 self.weights.wait_for_cast()  # it reads masters, on a stream of its own
-            if self.update is not None:
-                result, taken = None, self._updated()
-            else:
-                result = stock(*args, **kwargs)
-                taken = not overflowed(self._engine)
+            try:
+                if self.update is not None:
+                    result, taken = None, self.update()
+                else:
+                    result = stock(*args, **kwargs)
+                    taken = not overflowed(self._engine)
+            except BaseException:
+                # The program may go on, behind the user's interrupt for one: what is launched is still writing.
+                if self.weights is not None and (self.update is None or self.update.launched):
+                    self.weights.step_ended_midway()
+                self._written = streams.record_event()
+                raise
             if self.weights is not None:
                 # A skipped step has changed nothing: the shards of before are still right, and no cast is due.
                 if taken:
@@ -123,16 +130,6 @@ class Lifecycle:
             for callback in self.after_step:
                 callback()
             return result
-
-    def _updated(self) -> bool:
-        """Take the step of `update`; return whether it was taken."""
-        try:
-            return self.update()
-        except BaseException:
-            # Out of memory, or the user's interrupt, after which a program may go on: masters are what they are now.
-            if self.weights is not None:
-                self.weights.load_wrote()
-            raise
 
     # ---------------------------------------------------------------- parameters
 

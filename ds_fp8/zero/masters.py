@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ds_fp8.casts import scale_from_amax
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.optim.adamw import AdamStep, step_on
 from ds_fp8.optim.masters import SplitMasters, kept_amax
@@ -127,7 +128,9 @@ class MasterSet(CastSet):
         }
         self._tiles: dict[int, Any] = {}
         """Kernels by sub-group, on a GPU."""
-        self._residuals_due = False
+        self._residuals_due = self._torn = False
+        self._skip: torch.Tensor | None = None
+        """That of a step whose end is not noted."""
 
     def place(self, codes: torch.Tensor) -> None:
         super().place(codes)
@@ -153,10 +156,11 @@ class MasterSet(CastSet):
     @property
     def stale(self) -> bool:
         """Return whether a cast is due, or residuals of what a step wrote."""
-        return self._residuals_due or super().stale
+        return self._residuals_due or self._torn or super().stale
 
     def cast(self, wire: WireMeter) -> None:
         """Cast what is stale, weight by weight, in torch: it is rare, and of FP32 numbers there is no room for many."""
+        self._check()
         stale = [weight for weight in self.weights if weight.stale]
         if stale:
             amax = torch.zeros(self.num_scales, device=self.device)
@@ -197,6 +201,8 @@ class MasterSet(CastSet):
 
     def begin(self) -> None:
         """Begin a step, behind the last reads of codes and scales."""
+        self._check()
+        self._torn, self._skip = True, None
         self._amax = torch.zeros(self.num_scales, device=self.device)
         self._unfinished: list[Finish] = []
 
@@ -222,8 +228,9 @@ class MasterSet(CastSet):
         scales = self._agreed(self._amax, self._wire)
         while self._unfinished:
             self._unfinished.pop(0)(scales, skip)
-        # At once, and not when the host knows: codes never have the scales of others, whatever ends the step midway.
+        # At once, and not when the host knows whether the step counts: no scales of other codes, should it end midway.
         self._take(torch.where(skip != 0, self._scales, scales))
+        self._torn, self._skip = False, skip
 
     def taken(self) -> None:
         """Note that the step was taken: the codes are those of new masters, over what a user wrote."""
@@ -232,7 +239,19 @@ class MasterSet(CastSet):
         for weight in self.weights:
             weight.source = Source.MASTER
         self._are_cast(self.weights)
-        self._residuals_due = True
+        self._residuals_due, self._skip = True, None
+
+    def step_ended_midway(self) -> None:
+        """Note the step as taken if all of it was launched, and counts; else its masters are refused from now on."""
+        if self._skip is not None and not self._skip.item():
+            self.taken()
+
+    def _check(self) -> None:
+        if self._torn:
+            raise UserError(
+                "an optimizer step ended midway, and masters that are codes and corrections are neither old nor new",
+                remedy="load a checkpoint, or end the program",
+            )
 
     # ---------------------------------------------------------------- DeepSpeed's view
 
@@ -242,6 +261,7 @@ class MasterSet(CastSet):
         if id(parameter) not in self._of:
             yield
             return
+        self._check()
         with self._flat.on_host(self._master, parameter):
             yield
 
@@ -255,6 +275,7 @@ class MasterSet(CastSet):
         try:
             with self._flat.on_host(self._master, parameter) as there:
                 yield
+            self._torn = self._torn and parameter is not None
         finally:
             for one, masters in there.items():
                 if parameter is None and id(one) in self.split:
@@ -264,6 +285,7 @@ class MasterSet(CastSet):
 
     def into_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Put FP32 masters into a state dict of the ZeRO optimizer."""
+        self._check()
         self._flat.in_state(state, self._master)
         return state
 

@@ -1,4 +1,4 @@
-"""AdamW's step of FP32 masters and moments, and the cast of what it wrote, in one pass: 4 bytes less an element of 33.
+"""AdamW's step of FP32 masters and moments, and the cast of what it wrote, in one pass: 29 bytes an element, not 33 (FP32 gradients).
 
 A program has a block of 128 x 128 of a weight. It updates PART rows after another and keeps their new masters in its
 registers; then it has the amax of the block, and from that scale and codes. Of blocks that lie on two ranks it finds the

@@ -8,7 +8,8 @@
 Norm, factor and the decision to skip stay on the device: AdamW's kernel reads them. The host learns at the very end,
 when all of the step is enqueued, whether it was taken: schedulers and counters depend on it.
 
-Where a kernel can, the update writes FP8 codes of the new masters, too (masters.py, one_pass.py).
+The update writes FP8 codes of the new masters, too: of masters that are codes (masters.py), and where a kernel can of
+FP32 ones (one_pass.py).
 
 Values are those of DeepSpeed's step bit for bit, except that the norm is summed in another order.
 """
@@ -52,6 +53,8 @@ class Step:
         self.end_backward: Callable[[], None] = self._zero.end_backward
         self.gather_persistent: Callable[[], None] = self._zero.gather_persistent
         self._skipped = 0
+        self.launched = False
+        """True where the last step came to its first launch: masters may be new."""
         self.before_codes: Callable[[], None] = lambda: None
         """Lets the stream wait until codes may be written."""
         self.sets: list[MasterSet | OnePass] = []
@@ -73,7 +76,7 @@ class Step:
         Returns:
             Whether the step was taken: masters are new, and parameters that stay whole are to be gathered.
         """
-        zero = self._zero
+        zero, self.launched = self._zero, False
         zero.begin()
         self.gradients.close_step(zero.frozen())
         norm = self._norm()
@@ -86,6 +89,7 @@ class Step:
         zero.clear_model_gradients()
         if self.sets:
             self.before_codes()
+        self.launched = True
         for some in self.sets:
             some.begin()
         work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(zero.sub_groups())]

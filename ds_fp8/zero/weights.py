@@ -274,6 +274,14 @@ class ShardedWeights:
     def step_wrote(self) -> None:
         self._wrote(self.trained.weights if self.trained else (), by_step=True)
 
+    def step_ended_midway(self) -> None:
+        """Let BF16 shards and codes follow FP32 masters of which a step has written some."""
+        if self.masters is not None:
+            self.masters.step_ended_midway()
+        if self.bf16 is not None:
+            self.bf16.prepare()()
+        self._wrote(self.trained.weights if self.trained else ())
+
     def load_wrote(self, frozen_only: bool = False) -> None:
         """Note that all masters and BF16 shards, or those of weights that are not trained, may have been written."""
         self._wrote([weight for weight in self if not frozen_only or not is_trained(weight.parameter)])

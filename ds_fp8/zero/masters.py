@@ -275,7 +275,7 @@ class MasterSet(CastSet):
         try:
             with self._flat.on_host(self._master, parameter) as there:
                 yield
-            self._torn = self._torn and parameter is not None
+            self._torn = self._torn and parameter is not None  # a load has all of them
         finally:
             for one, masters in there.items():
                 if parameter is None and id(one) in self.split:

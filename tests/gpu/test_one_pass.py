@@ -18,7 +18,7 @@ SIZES = (256, 640)
 
 
 def spy_on_casts(engine):
-    """A list that grows where a cast of trained weights reads all masters."""
+    """Return a list that grows where a cast of trained weights reads all masters."""
     reads = []
     for shard_cast, _ in engine.fp8.weights.trained._shard_casts:
         write_amax = shard_cast.write_amax
@@ -27,7 +27,10 @@ def spy_on_casts(engine):
 
 
 def run(one_pass, section, sizes, zero):
-    """Losses, masters, codes and scales behind steps taken and skipped, and a user's write."""
+    """Take steps, skip one and write as a user does between them.
+
+    Returns (reads of all masters by casts, steps skipped, losses, masters with codes and scales).
+    """
     apart = contextlib.nullcontext() if one_pass else mock.patch.object(step, "one_pass_of", return_value=None)
     with apart:
         engine = models.build(models.config({"monitor": {"every": 0}, **section}, **zero), sizes=sizes)

@@ -35,9 +35,10 @@ def masters(engine):
 
 
 def against_whole_masters():
-    """Whether gathered weights are the casts of the masters, behind a step and behind a user's write.
+    """Look at gathered weights behind a step that ended midway, and behind another and a user's write.
 
-    Behind the write they can only be others where the step has found an amax: on GPUs.
+    Returns for both looks by name whether they are the casts of the masters. Behind the write they can only be others
+    where the step has found an amax: on GPUs.
     """
     engine = engine_of("fp32")
     models.train(engine, 2)
@@ -62,6 +63,7 @@ def assert_casts_of_masters(found):
 
 
 def under_deepspeeds_step():
+    """Look at gathered weights behind a step of DeepSpeed's that ended midway; return as against_whole_masters."""
     engine = engine_of("fp32", own=False)
     models.train(engine, 2)
     end_midway(engine, 2, engine.optimizer, "_post_step")
@@ -69,7 +71,7 @@ def under_deepspeeds_step():
 
 
 def masters_behind(interrupted):
-    """Masters as codes and corrections behind three steps, of which the last may have ended midway, and a cast."""
+    """Return masters that are codes and corrections, behind three steps, the last maybe ended midway, and a cast."""
     engine = engine_of("fp8_plus16", "fp32")  # scales that change with every step
     models.train(engine, 2)
     interrupt(engine, 2) if interrupted else models.train(engine, 1, start=2)
@@ -83,7 +85,7 @@ def assert_same_masters(found, expected):
 
 
 def torn(folder):
-    """What readers of masters say behind a step of which some was launched, and the masters of a load."""
+    """Launch part of a step; return what readers of masters say then, the masters saved before, and those loaded."""
     engine = engine_of("fp8_plus16", "fp32")
     models.train(engine, 2)
     engine.save_checkpoint(folder)
@@ -105,7 +107,7 @@ def torn(folder):
 
 
 def unlaunched():
-    """Whether a user's BF16 write is read behind a step that ended before any launch."""
+    """Write 0.5 to a BF16 shard and end a step before any launch; return the numbers that are gathered then."""
     engine = engine_of("fp32")
     models.train(engine, 1)
     weight = engine.module.layers[0].up.weight

@@ -14,11 +14,12 @@
 Each variant runs in processes of its own, for DeepSpeed keeps an engine's memory until its process ends. On several
 hosts start them yourself, one variant at a time: deepspeed --hostfile HOSTS scripts/bench/step.py --variants infir2.
 
-A variant is "bf16[/liger][/tuned][/offload]" (plain DeepSpeed), "torch[/liger][/compile][/flashoptim]" (torch alone) or
-PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of coat), infir2/bf16-wire (gathering and
-reducing in BF16), infir2/graph-auto or infir2/fp8-attention (all names: step_variants.py). Weak scaling is the default
-(--sequences x --length x --accumulation tokens a GPU); --global-tokens fixes the tokens of a step for strong scaling.
---shared P lets P GPUs share every row of --length tokens. --profile prints where the time of one more step goes.
+A variant is "bf16[/liger][/tuned][/tiled][/offload]" (plain DeepSpeed), "torch[/liger][/compile][/flashoptim]" (torch
+alone) or PRESET[+OPTIMIZER][/CHOICE...] such as hybrid_fast+coat (the optimizer section of coat), infir2/bf16-wire
+(gathering and reducing in BF16), infir2/graph-auto or infir2/fp8-attention (all names: step_variants.py). Weak scaling
+is the default (--sequences x --length x --accumulation tokens a GPU); --global-tokens fixes the tokens of a step for
+strong scaling. --shared P lets P GPUs share every row of --length tokens. --profile prints where the time of one more
+step goes.
 
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training.
@@ -59,6 +60,7 @@ from step_variants import (
     gather_layers_whole,
     plain_choices,
     run_ranks,
+    tile_mlps,
 )
 from zero_ranks import (
     MIXTURES,
@@ -76,6 +78,7 @@ from zero_ranks import (
 
 import ds_fp8
 from ds_fp8.config.errors import UserError, main_entry
+from ds_fp8.graphs.host_checkpoints import keep_on_host
 from ds_fp8.zero.collectives import allocated_bytes
 
 
@@ -118,6 +121,10 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
             model = adapted(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.recompute == "offload":
+        keep_on_host(model)
+    if "tiled" in choices:
+        tile_mlps(model)
     if "tuned" in choices and not options.lora:  # with adapters in them, backward finds empty tensors
         gather_layers_whole(model)
     if in_torch:
@@ -306,7 +313,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--measure-every", type=int, default=0, help="fp8.monitor.every (default 0: never)")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--gradients", choices=["fp32", "bf16"], default="fp32", help="accumulator (default fp32)")
-    parser.add_argument("--recompute", action="store_true", help="gradient checkpointing of whole layers")
+    parser.add_argument(
+        "--recompute",
+        nargs="?",
+        const="layers",
+        choices=["layers", "offload"],
+        help="gradient checkpointing of whole layers; offload: whose inputs wait on the host, with BF16, too",
+    )
     parser.add_argument("--one-by-one", action="store_true", help="shard each weight before the next one is made")
     parser.add_argument(
         "--lora", type=int, default=0, metavar="R", help="train PEFT's adapters of this rank alone, on experts, too"

@@ -1,12 +1,13 @@
 """Variants that step.py measures, by their names, and the processes that measure one.
 
-A variant is "bf16[/liger][/tuned][/offload]" (plain DeepSpeed; layers gathered whole, but for adapters, more ahead, and
-cuDNN's attention; masters and moments on the host), "torch[/liger][/compile][/flashoptim[/release]]" (torch alone in
-BF16, on one GPU; with FlashOptim's 24-bit masters and 8-bit moments, and gradients released, which leaves no clipping)
-or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the optimizer section of another, and any of bf16-wire (gather and reduce
-in BF16), bf16-layers (linear layers in BF16; with bf16-wire all is BF16, by this package's step and graphs),
-fp8-experts (products of a mixture), fp8-head, 64-outliers (outlier channels), fp8-attention, keep-attention (through
-recomputation), whole-base (frozen weights whole on every GPU), graph, graph-auto, and the name of a GEMM backend.
+A variant is "bf16[/liger][/tuned][/tiled][/offload]" (plain DeepSpeed; layers gathered whole, but for adapters, more
+ahead, and cuDNN's attention; its tiled MLP; masters and moments on the host),
+"torch[/liger][/compile][/flashoptim[/release]]" (torch alone in BF16, on one GPU; with FlashOptim's 24-bit masters and
+8-bit moments, and gradients released, which leaves no clipping) or PRESET[+OPTIMIZER][/CHOICE...]: the preset, the
+optimizer section of another, and any of bf16-wire (gather and reduce in BF16), bf16-layers (linear layers in BF16; with
+bf16-wire all is BF16, by this package's step and graphs), fp8-experts (products of a mixture), fp8-head, 64-outliers
+(outlier channels), fp8-attention, keep-attention (through recomputation), tiled (MLPs in tiles of tokens), whole-base
+(frozen weights whole on every GPU), graph, graph-auto, and the name of a GEMM backend.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
 from ds_fp8.gemm import BACKENDS
 
+TILE_TOKENS = 8192
 CHOICES: dict[str, dict[str, Any]] = {
     "bf16-wire": {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}},
     "bf16-layers": {"linear": {"overrides": {"*": "bf16"}}},
@@ -39,6 +41,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "graph-auto": {"graph": "auto"},
     "fp8-attention": {"attention": {"format": "e4m3"}},
     "keep-attention": {"activations": {"keep_attention": True}},
+    "tiled": {"activations": {"mlp_tile_tokens": TILE_TOKENS}},
     **{backend: {"linear": {"backend": backend}} for backend in BACKENDS},
 }
 
@@ -63,7 +66,7 @@ def fp8_section(variant: str, monitor: int = 0) -> dict[str, Any]:
     return section
 
 
-PLAIN = {"bf16": ("liger", "tuned", "offload"), "torch": ("liger", "compile", "flashoptim", "release")}
+PLAIN = {"bf16": ("liger", "tuned", "tiled", "offload"), "torch": ("liger", "compile", "flashoptim", "release")}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 TUNED = {
     "stage3_prefetch_bucket_size": 5e8,
@@ -93,6 +96,20 @@ def gather_layers_whole(model: torch.nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_modules
 
     set_z3_leaf_modules(model, [type(model.get_decoder().layers[0])])
+
+
+def tile_mlps(model: torch.nn.Module) -> None:
+    """Compute MLPs by DeepSpeed's TiledMLP, in tiles of as many tokens as this package's."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    for layer in model.get_decoder().layers:
+        forward, weights = layer.mlp.forward, list(layer.mlp.parameters())
+
+        def tiled(x: torch.Tensor, forward: Any = forward, weights: Any = weights) -> torch.Tensor:
+            tiles = -(-x.shape[-2] // TILE_TOKENS)  # the same on all ranks, which share rows of one length
+            return TiledMLP.apply(lambda _, tile: forward(tile), None, x, tiles, weights)
+
+        layer.mlp.forward = tiled
 
 
 def attention_kernels(variant: str) -> contextlib.AbstractContextManager:

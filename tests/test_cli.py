@@ -48,6 +48,17 @@ def test_train_says_what_loads_before_it_loads():
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
+def test_what_is_printed_as_json_is_json_alone():
+    """Without a GPU and DS_ACCELERATOR DeepSpeed warns as it is imported, by default on the standard output."""
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "ds_fp8.cli", "estimate", "quickstart/cpt.json", "--json"]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**environment, "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert "Setting accelerator to CPU" in ended.stderr
+    assert json.loads(ended.stdout)
+
+
 @pytest.mark.parametrize(
     ("changes", "layout"), [([], "fp8"), (["fp8.preset=rowwise"], "compressed-tensors"), (["fp8.enabled=false"], None)]
 )

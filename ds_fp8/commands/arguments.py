@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import math
@@ -74,6 +75,16 @@ def tokenizer_of_folder(folder: Path) -> str:
 def say(text: str) -> None:
     """Say what takes the time, beside a command's output."""
     print(text, file=sys.stderr, flush=True)
+
+
+def load_deepspeed() -> None:
+    """Import torch and DeepSpeed, whose log goes to the standard error then: without a GPU its first line is a warning.
+
+    What a command prints may be read by a program.
+    """
+    say("loading torch and DeepSpeed ...")
+    with contextlib.redirect_stdout(sys.stderr):
+        import deepspeed  # noqa: F401
 
 
 def fp8_in_words(raw: Mapping[str, Any], fp8: FP8Config) -> str:

@@ -5,7 +5,7 @@ ds-fp8 check my_stage.json --gpus 8
 
 from __future__ import annotations
 
-from ds_fp8.commands.arguments import add_stage, count, fp8_in_words, parser_of, read_stage, say, stage_file
+from ds_fp8.commands.arguments import add_stage, count, fp8_in_words, load_deepspeed, parser_of, read_stage, stage_file
 
 
 def main() -> int:
@@ -14,7 +14,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=count, default=1, help="data-parallel ranks (default 1)")
     arguments = parser.parse_args()
     file, raw = stage_file(arguments), read_stage(arguments)
-    say("loading DeepSpeed ...")
+    load_deepspeed()
 
     from ds_fp8.config.deepspeed_json import Configuration
     from ds_fp8.engine import preflight

@@ -13,7 +13,17 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_fp8.commands.arguments import add_stage, amount, count, fp8_in_words, parser_of, read_stage, say, stage_file
+from ds_fp8.commands.arguments import (
+    add_stage,
+    amount,
+    count,
+    fp8_in_words,
+    load_deepspeed,
+    parser_of,
+    read_stage,
+    say,
+    stage_file,
+)
 from ds_fp8.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +46,7 @@ def main() -> int:
     if arguments.gpu is not None and arguments.memory is not None:
         raise UserError("--gpu and --memory exclude each other", key="--memory", remedy="give one")
     file = stage_file(arguments)
-    say("loading torch and transformers ...")
+    load_deepspeed()
 
     from deepspeed.utils.logging import set_log_level_from_string
     from rich.console import Console

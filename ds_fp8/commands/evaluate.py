@@ -28,6 +28,7 @@ from ds_fp8.commands.arguments import (
     check_file,
     count,
     count_or_none,
+    load_deepspeed,
     parser_of,
     read_stage,
     say,
@@ -63,9 +64,10 @@ def main() -> int:
     arguments = parser.parse_args()
     has_stage = arguments.stage is not None or arguments.deepspeed_config is not None
     _check(arguments, has_stage)
+    # Once the arguments are right: torch and transformers take seconds, and a typo should not cost them.
+    load_deepspeed()
     say(f"loading {arguments.folder}")
 
-    # Imported once the arguments are right: torch and transformers take seconds, and a typo should not cost them.
     from ds_fp8.data import build_data, build_tokenizer, check_embeddings, load_tokenizer
     from ds_fp8.train import processes
 

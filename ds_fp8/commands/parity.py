@@ -29,9 +29,9 @@ from ds_fp8.commands.arguments import (
     add_stage,
     amount,
     count,
+    load_deepspeed,
     parser_of,
     read_points,
-    say,
     stage_file,
 )
 from ds_fp8.config.errors import UserError
@@ -55,7 +55,7 @@ def main() -> int:
     add_grid(parser)
     arguments = parser.parse_args()
     check_writable(arguments.out, "--out")
-    say("loading torch and DeepSpeed ...")
+    load_deepspeed()
 
     import torch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds_fp8.commands.arguments import parser_of, say
+from ds_fp8.commands.arguments import load_deepspeed, parser_of
 from ds_fp8.config.files import check_writable
 
 
@@ -22,7 +22,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.out is not None:
         check_writable(arguments.out, "--out")
-    say("loading torch and DeepSpeed ...")
+    load_deepspeed()
 
     from ds_fp8.report.page import write_report
 

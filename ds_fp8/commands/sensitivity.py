@@ -28,9 +28,9 @@ from ds_fp8.commands.arguments import (
     amount,
     config_file,
     count,
+    load_deepspeed,
     parser_of,
     read_points,
-    say,
     tokenizer_of_folder,
 )
 from ds_fp8.config.errors import UserError
@@ -63,7 +63,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.out is not None:
         check_writable(arguments.out, "--out")
-    say("loading torch and transformers ...")
+    load_deepspeed()
 
     from rich.console import Console
 

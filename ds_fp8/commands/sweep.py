@@ -19,8 +19,8 @@ from ds_fp8.commands.arguments import (
     amount,
     config_file,
     count,
+    load_deepspeed,
     parser_of,
-    say,
     stage_file,
 )
 from ds_fp8.config.files import read_json
@@ -40,7 +40,7 @@ def main() -> int:
     # Terminated, it ends the point that is running as it does after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     stage, sweep_file = stage_file(arguments), arguments.sweep and config_file(arguments.sweep)
-    say("loading torch and DeepSpeed ...")
+    load_deepspeed()
 
     from deepspeed.utils.logging import set_log_level_from_string
 

@@ -164,13 +164,16 @@ def memory_of_other_streams_reused() -> Iterator[None]:
     """Let a capture use memory again that another stream has read meanwhile, which it otherwise keeps to its end."""
     given = next((os.environ[name] for name in _SETTINGS if os.environ.get(name)), "")
     setting = "graph_capture_record_stream_reuse"
-    if setting in given or not hasattr(torch.cuda.memory, "_set_allocator_settings"):
+    # The second is the older name, which newer versions of torch warn of.
+    functions = (torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings")
+    set_allocator = next((getattr(*function) for function in functions if hasattr(*function)), None)
+    if setting in given or set_allocator is None:
         yield
         return
     # Settings replace each other as a whole: what the user gave in the environment has to be repeated.
     before = f"{given}," * bool(given)
     try:
-        torch.cuda.memory._set_allocator_settings(f"{before}{setting}:True")
+        set_allocator(f"{before}{setting}:True")
     except (RuntimeError, ValueError) as error:
         # The setting saves memory only. A graph is right without it, so a torch that lacks it is no error.
         warnings.warn(f"CUDA graphs take more memory with this torch: {error}", stacklevel=2)
@@ -180,7 +183,7 @@ def memory_of_other_streams_reused() -> Iterator[None]:
         yield
     finally:
         # Off again: captures of the user's own keep torch's default.
-        torch.cuda.memory._set_allocator_settings(f"{before}{setting}:False")
+        set_allocator(f"{before}{setting}:False")
 
 
 def without_frames(error: BaseException | None) -> None:

@@ -227,7 +227,7 @@ class AdamW(torch.optim.Optimizer):
             factor: with `work`: FP32 with one element on the parameters' device, multiplied into every gradient as it
                 is read.
             skip: with `work`: int32 with one element there; not zero leaves all parameters and moments as they are.
-                The steps count nevertheless: call `take_back` once the host knows.
+                The steps count nevertheless, until what `prepare` has returned takes them back.
 
         Returns:
             What `closure` returns.
@@ -250,10 +250,19 @@ class AdamW(torch.optim.Optimizer):
             self._advance(p, p.grad, state, group)
         return loss
 
-    def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Decrement the step counts of `parameters`, whose last step `skip` turned off."""
-        for p in parameters:
-            self.state[p]["step"] = self.state[p]["step"] - 1
+    def prepare(self, parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
+        """Make what a step of `parameters` works on, for which there may be no memory.
+
+        Returns:
+            What takes their step counts back, behind a step or a part of it that `skip` turned off.
+        """
+        counts = [(state, state["step"]) for state in map(self._state_of, parameters)]
+
+        def take_back() -> None:
+            for state, count in counts:
+                state["step"] = count
+
+        return take_back
 
     def _advance(
         self,

@@ -25,9 +25,14 @@ def in_runs(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     return list(runs.values())
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Return whether shards on a device are cast by kernels."""
+    return device.type == "cuda"
+
+
 def make_shard_cast(weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec) -> ReferenceShardCast:
     """Return the casts of weights whose codes are in the buffer `shards`, by kernels where there are any."""
-    if shards.device.type != "cuda" or spec.by_torch:
+    if not has_kernels(shards.device) or spec.by_torch:
         return ReferenceShardCast(weights, spec)
     from ds_fp8.zero.cast_triton import TritonShardCast
 
@@ -94,12 +99,12 @@ class CastSet:
             scales = self._pinned.copy_(scales)
         for shard_cast, _ in self._shard_casts:
             shard_cast.cast(scales, ShardedWeight.numbers)
-        # Views of a new buffer, where they are not pinned: a product whose weight was gathered before this cast goes
-        # on reading the scales that it was gathered with.
-        for weight in self.weights:
-            weight.was_cast(scales)
         self._scales = scales
         self.write_residuals(wire)
+        # Last: what ends midway is cast again. Views of a new buffer, where they are not pinned: a product whose weight
+        # was gathered before this cast goes on reading the scales that it was gathered with.
+        for weight in self.weights:
+            weight.was_cast(scales)
 
     def write_residuals(self, wire: WireMeter, only: OutlierChannels | None = None) -> None:
         """Cast the residuals of outlier channels, of all products that know theirs or of one. Collective.

@@ -175,10 +175,14 @@ class GradientShards:
         self._written.update(known)
         self._arrived.update(known)
 
-    def close_step(self, frozen: Iterable[str]) -> None:
+    def clear_missing(self, frozen: Iterable[str]) -> None:
         """Clear the gradients that did not arrive since the last step, and those of the parameters `frozen`."""
         self.clear((self._places.keys() - self._arrived).union(frozen))
+
+    def close_step(self) -> None:
+        """Let the next gradients be those of another step."""
         self._arrived.clear()
+        self._written.clear()
 
     def clear(self, names: Iterable[str]) -> None:
         for name in names:
@@ -192,7 +196,6 @@ class GradientShards:
             self._squares[self._spans[name]] = 0
         total = self._squares.sum()
         names = [*self._unsummed, *(name for name in self._written if name not in self._unsummed)]
-        self._written.clear()
         if names:
             # Sliced again: offload_states and reload_states move the buffer. In FP64: squares of gradients below 1e-19
             # are subnormal in FP32.

@@ -109,22 +109,24 @@ class Lifecycle:
                 else:
                     result = stock(*args, **kwargs)
                     taken = not overflowed(self._engine)
+                if self.weights is not None:
+                    # A skipped step has changed nothing: the shards of before are still right, and no cast is due.
+                    if taken:
+                        self.weights.step_wrote()
+                    self.weights.cast()
+                if self.update is not None and taken:  # DeepSpeed's step has done so itself
+                    self.update.gather_persistent()
             except BaseException:
-                # The program may go on, behind the user's interrupt for one: what is launched is still writing.
-                if self.weights is not None and (self.update is None or self.update.launched):
+                # The program may go on, behind the user's interrupt for one.
+                if self.weights is not None and (self.update is None or self.update.ended_midway()):
                     self.weights.step_ended_midway()
-                self._written = streams.record_event()
                 raise
-            if self.weights is not None:
-                # A skipped step has changed nothing: the shards of before are still right, and no cast is due.
-                if taken:
-                    self.weights.step_wrote()
-                self.weights.cast()
-            if self.update is not None and taken:  # DeepSpeed's step has done so itself
-                self.update.gather_persistent()
-            # Behind update, cast and gather of persistent parameters: whoever gathers next on another stream waits for
-            # all of it.
-            self._written = streams.record_event()
+            finally:
+                if self.update is not None:
+                    self.update.launched = None
+                # Behind all that is launched, update, cast and gather of persistent parameters: whoever gathers next on
+                # another stream waits for it.
+                self._written = streams.record_event()
             # Last here, and before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or
             # measure, and see what the next forward would.
             for callback in self.after_step:
@@ -285,6 +287,12 @@ class Lifecycle:
         stock()
         if self.moments is not None:
             link_moments(self._engine, self.moments)
+
+    def refresh_masters(self, stock: Stock) -> Any:
+        """Overwrite all masters from the BF16 shards; in the midst of a load, from those that it has loaded."""
+        if self.weights is not None and not self._writes_masters:
+            self.weights.check_masters()
+        return self.write_masters(stock)
 
     def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
         """Overwrite all masters, from a checkpoint or from the BF16 shards."""

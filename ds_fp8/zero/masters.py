@@ -128,9 +128,10 @@ class MasterSet(CastSet):
         }
         self._tiles: dict[int, Any] = {}
         """Kernels by sub-group, on a GPU."""
-        self._residuals_due = self._torn = False
-        self._skip: torch.Tensor | None = None
-        """That of a step whose end is not noted."""
+        self._residuals_due = self._finished = False
+        """Whether residuals are older than codes; whether a step was launched whole that is not noted as taken."""
+        self._torn: torch.Tensor | None = None
+        """`skip` of a step of which a part was launched: codes are neither old nor new where it is zero."""
 
     def place(self, codes: torch.Tensor) -> None:
         super().place(codes)
@@ -156,11 +157,10 @@ class MasterSet(CastSet):
     @property
     def stale(self) -> bool:
         """Return whether a cast is due, or residuals of what a step wrote."""
-        return self._residuals_due or self._torn or super().stale
+        return self._residuals_due or super().stale
 
     def cast(self, wire: WireMeter) -> None:
         """Cast what is stale, weight by weight, in torch: it is rare, and of FP32 numbers there is no room for many."""
-        self._check()
         stale = [weight for weight in self.weights if weight.stale]
         if stale:
             amax = torch.zeros(self.num_scales, device=self.device)
@@ -178,9 +178,10 @@ class MasterSet(CastSet):
                         streams.used_by_current_stream(weight.apart)
                     weight.write_master(weight.master().to(self.device, torch.float32), scales)
             self._take(scales)
+            self._residuals_due = True
             self._are_cast(stale)
-        self._residuals_due = False
         self.write_residuals(wire)
+        self._residuals_due = False
 
     def _scale_of(self, amax: torch.Tensor, spec: CastSpec) -> torch.Tensor:
         return scale_from_amax(kept_amax(amax, spec.scale), spec.format, spec.scale)
@@ -201,8 +202,7 @@ class MasterSet(CastSet):
 
     def begin(self) -> None:
         """Begin a step, behind the last reads of codes and scales."""
-        self._check()
-        self._torn, self._skip = True, None
+        self._finished = False
         self._amax = torch.zeros(self.num_scales, device=self.device)
         self._unfinished: list[Finish] = []
 
@@ -211,10 +211,12 @@ class MasterSet(CastSet):
         if sub_group not in self._members:
             return None
         members = self._members[sub_group]
-        if isinstance(members[0][0], SplitParameter):
-            return members[0][0].step
 
         def update(gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
+            self._torn = options["skip"]
+            if isinstance(members[0][0], SplitParameter):
+                members[0][0].step(gradient, exp_avg, exp_avg_sq, step, **options)
+                return
             kernel = self._tiles.get(sub_group)
             takes = kernel is not None and kernel.takes(exp_avg, exp_avg_sq)
             taken = kernel if takes else ReferenceStep(members)
@@ -230,7 +232,7 @@ class MasterSet(CastSet):
             self._unfinished.pop(0)(scales, skip)
         # At once, and not when the host knows whether the step counts: no scales of other codes, should it end midway.
         self._take(torch.where(skip != 0, self._scales, scales))
-        self._torn, self._skip = False, skip
+        self._torn, self._finished = None, True
 
     def taken(self) -> None:
         """Note that the step was taken: the codes are those of new masters, over what a user wrote."""
@@ -239,18 +241,19 @@ class MasterSet(CastSet):
         for weight in self.weights:
             weight.source = Source.MASTER
         self._are_cast(self.weights)
-        self._residuals_due, self._skip = True, None
+        self._residuals_due, self._finished = True, False
 
     def step_ended_midway(self) -> None:
-        """Note the step as taken if all of it was launched, and counts; else its masters are refused from now on."""
-        if self._skip is not None and not self._skip.item():
+        """Note a step that counts as taken if all of it was launched; else its masters are refused from now on."""
+        if self._finished:
             self.taken()
 
-    def _check(self) -> None:
-        if self._torn:
+    def check(self) -> None:
+        """Raise UserError where codes and corrections are those of half a step."""
+        if self._torn is not None and not self._torn.item():
             raise UserError(
                 "an optimizer step ended midway, and masters that are codes and corrections are neither old nor new",
-                remedy="load a checkpoint, or end the program",
+                remedy="load a checkpoint (load_module_only does not load masters), or end the program",
             )
 
     # ---------------------------------------------------------------- DeepSpeed's view
@@ -261,7 +264,7 @@ class MasterSet(CastSet):
         if id(parameter) not in self._of:
             yield
             return
-        self._check()
+        self.check()
         with self._flat.on_host(self._master, parameter):
             yield
 
@@ -275,7 +278,8 @@ class MasterSet(CastSet):
         try:
             with self._flat.on_host(self._master, parameter) as there:
                 yield
-            self._torn = self._torn and parameter is not None  # a load has all of them
+            if parameter is None:  # a load has all of them
+                self._torn = None
         finally:
             for one, masters in there.items():
                 if parameter is None and id(one) in self.split:
@@ -285,7 +289,7 @@ class MasterSet(CastSet):
 
     def into_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Put FP32 masters into a state dict of the ZeRO optimizer."""
-        self._check()
+        self.check()
         self._flat.in_state(state, self._master)
         return state
 

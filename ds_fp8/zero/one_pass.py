@@ -13,7 +13,7 @@ import torch
 
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.optim.adamw import AdamStep, AdamW
-from ds_fp8.zero.cast_set import CastSet, in_runs
+from ds_fp8.zero.cast_set import CastSet, has_kernels, in_runs
 from ds_fp8.zero.deepspeed.parameters import master_position
 
 
@@ -63,7 +63,7 @@ def one_pass_of(weights: CastSet, optimizer: AdamW, numels: Sequence[int]) -> On
     `numels`: elements of all sub-groups. The weights have their codes.
     """
     codes, precision = weights.weights[0].data, optimizer.precision
-    if codes.device.type != "cuda" or any(getattr(precision, key) != "fp32" for key in MOMENTS):
+    if not has_kernels(codes.device) or any(getattr(precision, key) != "fp32" for key in MOMENTS):
         return None
     from ds_fp8.zero import one_pass_triton
 

@@ -17,6 +17,7 @@ Values are those of DeepSpeed's step bit for bit, except that the norm is summed
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import deepspeed
 import torch
@@ -39,6 +40,15 @@ def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:
     return why_no_own_step(engine)
 
 
+class Launched(NamedTuple):
+    """A step whose first kernel is launched, or about to be."""
+
+    skip: torch.Tensor
+    """Not zero where it changes nothing."""
+    take_back: Callable[[], None]
+    """Takes the step counts back."""
+
+
 class Step:
     """Takes the place of a ZeRO-3 optimizer's step(), and of how it accumulates gradients.
 
@@ -53,8 +63,8 @@ class Step:
         self.end_backward: Callable[[], None] = self._zero.end_backward
         self.gather_persistent: Callable[[], None] = self._zero.gather_persistent
         self._skipped = 0
-        self.launched = False
-        """True where the last step came to its first launch: masters may be new."""
+        self.launched: Launched | None = None
+        """The step that is under way; the caller takes it away when all that follows a step is done."""
         self.before_codes: Callable[[], None] = lambda: None
         """Lets the stream wait until codes may be written."""
         self.sets: list[MasterSet | OnePass] = []
@@ -76,9 +86,9 @@ class Step:
         Returns:
             Whether the step was taken: masters are new, and parameters that stay whole are to be gathered.
         """
-        zero, self.launched = self._zero, False
+        zero = self._zero
         zero.begin()
-        self.gradients.close_step(zero.frozen())
+        self.gradients.clear_missing(zero.frozen())
         norm = self._norm()
         # [Note: one wait a step] The optimizer is launched before the host knows whether the step counts: its kernels
         # read `skip` on the device and change nothing then. The host waits for the verdict only after, while the GPU
@@ -89,17 +99,19 @@ class Step:
         zero.clear_model_gradients()
         if self.sets:
             self.before_codes()
-        self.launched = True
         for some in self.sets:
             some.begin()
         work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(zero.sub_groups())]
+        # Behind all that may fail and changes nothing.
+        self.launched = Launched(skip, self._optimizer.prepare(masters for _, masters, *_ in work))
+        self.gradients.close_step()
         self._optimizer.step(work=work, factor=self._factor(norm), skip=skip)
         for some in self.sets:
             some.finish(skip)
         write_bf16 = self.prepare_bf16()  # while the GPU is busy
         if verdict.get():
             # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
-            self._optimizer.take_back(one for _, one, *_ in work)
+            self.launched.take_back()
             zero.skip()
             self._say_skipped(norm)
             return False
@@ -107,6 +119,15 @@ class Step:
             some.taken()
         write_bf16()
         zero.finish(norm / zero.loss_scale)
+        return True
+
+    def ended_midway(self) -> bool:
+        """Return whether masters may be new, behind an exception: not where nothing was launched, or is skipped."""
+        if self.launched is None:
+            return False
+        if self.launched.skip.item():
+            self.launched.take_back()
+            return False
         return True
 
     def _update_of(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:

@@ -177,6 +177,7 @@ class ShardedWeights:
     @torch.no_grad()
     def cast(self) -> None:
         """Cast again what was written since the last cast. Collective; the host waits for nothing."""
+        self.check_masters()
         stale = [some for some in self._sets if some.stale]
         if not stale:
             return
@@ -202,6 +203,7 @@ class ShardedWeights:
 
     def before_codes(self) -> None:
         """Let the current stream wait until a step may write codes. Collective."""
+        self.check_masters()
         self.wait_for_cast()
         self._copy_operands()
         self.transport.write()
@@ -269,6 +271,11 @@ class ShardedWeights:
                 some.pin_scales()
             self._pinned = True
 
+    def check_masters(self) -> None:
+        """Raise UserError where masters that are codes and corrections are those of half a step."""
+        if self.masters is not None:
+            self.masters.check()
+
     # ---------------------------------------------------------------- writes
 
     def step_wrote(self) -> None:
@@ -278,9 +285,9 @@ class ShardedWeights:
         """Let BF16 shards and codes follow FP32 masters of which a step has written some."""
         if self.masters is not None:
             self.masters.step_ended_midway()
+        self._wrote(self.trained.weights if self.trained else ())
         if self.bf16 is not None:
             self.bf16.prepare()()
-        self._wrote(self.trained.weights if self.trained else ())
 
     def load_wrote(self, frozen_only: bool = False) -> None:
         """Note that all masters and BF16 shards, or those of weights that are not trained, may have been written."""
@@ -372,6 +379,7 @@ class ShardedWeights:
         """Prepare parameters for a gather by DeepSpeed; RuntimeError where a layer computes with one of them in FP8."""
         for weight in filter(None, map(self.of, parameters)):
             if weight.correction is not None:
+                self.check_masters()
                 self.wait_for_cast()  # it may still write what masters are decoded from
             weight.unshard_bf16()
 
@@ -449,6 +457,7 @@ class ShardedWeights:
 
     def leave_fp8(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gather these in BF16 from now on, on all ranks alike; they are cast with the others still."""
+        self.check_masters()
         self.wait_for_cast()
         for weight in filter(None, map(self.of, parameters)):
             weight.leave_fp8()
@@ -456,6 +465,7 @@ class ShardedWeights:
 
     def end_fp8(self) -> None:
         """Gather all weights in BF16 from now on, on all ranks, from shards made for each gather."""
+        self.check_masters()
         self.wait_for_cast()  # it may still write codes that are kept whole, and freed now
         for weight in self:
             weight.leave_fp8()

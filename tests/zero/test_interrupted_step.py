@@ -1,5 +1,8 @@
 """A step that ends midway, by the user's interrupt or for want of memory, in a program that goes on."""
 
+import contextlib
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -7,7 +10,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.optim.adamw import AdamW
+from ds_fp8.zero import cast_set, one_pass
 from ds_fp8.zero.masters import MasterSet
+from ds_fp8.zero.step import Step
 from tests.zero import models
 from tests.zero.test_parameter_gather import look_at_gathered
 
@@ -90,11 +96,16 @@ def torn(folder):
     models.train(engine, 2)
     engine.save_checkpoint(folder)
     saved, said = masters(engine), []
-    end_midway(engine, 2, MasterSet, "finish")
+    end_midway(engine, 2, MasterSet, "_take")  # codes are written, by other scales
     readers = (
         lambda: models.train(engine, 1),
+        lambda: engine.step(),
         lambda: masters(engine),
+        lambda: models.bf16_weights(engine),
         lambda: engine.save_checkpoint(f"{folder}/torn"),
+        lambda: engine.optimizer.refresh_fp32_params(),
+        lambda: engine.load_checkpoint(folder, load_module_only=True),
+        lambda: engine.fp8.stop_casting(),
     )
     for reader in readers:
         with pytest.raises(UserError) as error:
@@ -106,15 +117,29 @@ def torn(folder):
     return said, saved, loaded
 
 
-def unlaunched():
-    """Write 0.5 to a BF16 shard and end a step before any launch; return the numbers that are gathered then."""
+def unlaunched(place, name):
+    """Write 0.5 to a BF16 shard, end the first step before any launch, and take it again.
+
+    Returns the numbers that are gathered in between, and the norm of the gradients of the step.
+    """
     engine = engine_of("fp32")
-    models.train(engine, 1)
     weight = engine.module.layers[0].up.weight
     with models.deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         weight.data.fill_(0.5)
-    end_midway(engine, 1, engine.fp8.step, "_norm")
-    return engine.fp8.weights.whole(weight).dequantize()
+    end_midway(engine, 1, place, name)
+    numbers = engine.fp8.weights.whole(weight).dequantize()
+    engine.step()
+    return numbers, engine.get_global_grad_norm()
+
+
+def codes_without_states():
+    """End the first step of masters that are codes before any launch; return them from before and after."""
+    engine = engine_of("fp8_plus16", "fp32")
+    before = masters(engine)
+    end_midway(engine, 0, AdamW, "_state_of")
+    after = masters(engine)
+    engine.step()
+    return before, after
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -135,10 +160,140 @@ def test_codes_and_corrections_that_were_all_launched_are_the_steps(ranks, world
 def test_codes_and_corrections_of_half_a_step_are_refused(ranks, world, tmp_path):
     for said, saved, loaded in ranks(world, torn, str(tmp_path)):
         assert all("neither old nor new" in one for one in said)
-        assert len(said) == 3
+        assert len(said) == 8
         assert_same_masters([loaded], [saved])
 
 
-def test_what_a_user_wrote_holds_where_nothing_was_launched(ranks):
-    for numbers in ranks(2, unlaunched):
+@pytest.mark.parametrize(("place", "name"), [(Step, "_norm"), (AdamW, "_state_of")])
+def test_nothing_is_lost_where_nothing_was_launched(ranks, place, name):
+    for numbers, norm in ranks(2, unlaunched, place, name):
         assert torch.equal(numbers, torch.full_like(numbers, 0.5))
+        assert norm > 0
+
+
+def test_codes_and_corrections_are_not_refused_where_nothing_was_launched(ranks):
+    for before, after in ranks(2, codes_without_states):
+        assert same([before], [after])
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line of this package's step, of its update, cast and gather."""
+
+    ROOMS = ("/ds_fp8/zero/", "/ds_fp8/optim/")
+
+    def __init__(self, line: int):
+        self._lines, self.where = line, None
+
+    def __enter__(self):
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _called(self, frame, event, argument):
+        file = frame.f_code.co_filename
+        # Kernels are run line by line where there is no GPU.
+        return self._line if any(room in file for room in self.ROOMS) and "_triton" not in file else None
+
+    def _line(self, frame, event, argument):
+        self._lines -= event == "line"
+        if self._lines == 0 and self.where is None:
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self._line
+
+
+@contextlib.contextmanager
+def in_one_pass():
+    """Let kernels step and cast FP32 masters, through Triton's interpreter where there is no GPU."""
+    with contextlib.ExitStack() as patched:
+        for module in (cast_set, one_pass):
+            patched.enter_context(mock.patch.object(module, "has_kernels", return_value=True))
+        yield
+
+
+KINDS = {
+    "fp32": {"preset": "infir2"},
+    "one pass": {"preset": "infir2"},
+    "precise": {"preset": "precise"},
+    "codes": {"preset": "precise", "optimizer": {"master": "fp8_plus16"}},
+}
+
+
+def at_every_line(kind, folder, overflow):
+    """End steps at one line after another, far apart; return where what is left is wrong, and how many were ended."""
+    interpreted = kind == "one pass"
+    with in_one_pass() if interpreted else contextlib.nullcontext():
+        return _at_every_line(engine_in(KINDS[kind]), folder, overflow, 11 if overflow else 37 if interpreted else 23)
+
+
+def engine_in(fp8):
+    return models.build(models.config({"monitor": {"every": 0}, **fp8}), sizes=(128, 256))
+
+
+def _at_every_line(engine, folder, overflow, far_apart):
+    models.train(engine, 2)
+    engine.save_checkpoint(folder)
+    written = engine.module.layers[0].up.weight
+    if overflow:  # what a user wrote holds until a step counts
+        with models.deepspeed.zero.GatheredParameters([written], modifier_rank=0):
+            written.data.fill_(0.5)
+        read = engine.fp8.weights.whole(written).dequantize()
+    wrong, line, ended = [], 1, 0
+    while True:
+        before = (masters(engine), counts(engine)) if overflow else None
+        engine.backward(engine(models.batch(line, 0).to(engine.device)) * (torch.inf if overflow else 1))
+        with Interrupt(line) as interrupt, contextlib.suppress(KeyboardInterrupt):
+            engine.step()
+        if interrupt.where is None:
+            return wrong, ended
+        try:
+            if overflow:
+                if not same(before, (masters(engine), counts(engine))):
+                    wrong.append((interrupt.where, "a skipped step has changed masters or counts"))
+                if not torch.equal(engine.fp8.weights.whole(written).dequantize(), read):
+                    wrong.append((interrupt.where, "what a user wrote is lost"))
+            elif what := wrong_casts(engine):
+                wrong.append((interrupt.where, what))
+        except UserError:
+            assert engine.fp8.weights.masters is not None
+            engine.load_checkpoint(folder)
+        line, ended = line + far_apart, ended + 1
+
+
+def wrong_casts(engine):
+    """Return what of a model is not that of its masters, or None."""
+    loss = loss_of(engine)
+    engine.fp8.weights.load_wrote()  # all casts are made again
+    if loss != (again := loss_of(engine)):
+        return f"codes: loss {loss} and {again}"
+    if engine.fp8.weights.masters is None:
+        bf16, whole = models.bf16_weights(engine), masters(engine)
+        return next((f"BF16: {name}" for name in bf16 if not torch.equal(bf16[name], whole[name].bfloat16())), None)
+    return None
+
+
+def loss_of(engine):
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(models.batch(0, 0).to(engine.device)).item()
+    engine.train()
+    return loss
+
+
+def counts(engine):
+    return {str(index): state["step"] for index, state in enumerate(engine.fp8.optimizer.state.values())}
+
+
+def same(one, other):
+    return all(torch.equal(x[name], y[name]) for x, y in zip(one, other, strict=True) for name in y)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_may_end_at_any_line(ranks, kind, overflow, tmp_path):
+    wrong, ended = ranks(1, at_every_line, kind, str(tmp_path), overflow)[0]
+    assert wrong == []
+    assert ended > 15

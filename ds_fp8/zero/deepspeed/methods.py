@@ -32,7 +32,7 @@ OF_ZERO3 = OF_OPTIMIZER | {
     "state_dict": "read_masters",
     "get_full_hp_param": "read_state",
     "get_local_fp32_param": "read_state",
-    "_restore_from_bit16_weights": "write_masters",
+    "_restore_from_bit16_weights": "refresh_masters",
     "offload_states": "offload",
     "reload_states": "reload",
 }

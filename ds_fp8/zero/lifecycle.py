@@ -250,9 +250,7 @@ class Lifecycle:
     ) -> None:
         """Overwrite the masters of a parameter on all ranks, or a moment (safe_set_full_fp32_param and its kin)."""
         self.write_local_state(stock, value, parameter, optim_state_key)
-        if optim_state_key is not None:
-            return
-        if self.weights is not None:
+        if optim_state_key is None and self.weights is not None:
             self.weights.user_wrote(parameter)
 
     def write_local_state(

@@ -1,6 +1,6 @@
 """Train a causal language model on a text file with Hugging Face's Trainer, in FP8 once it is started through ds_fp8.
 
-torchrun --nproc-per-node 8 -m ds_fp8 trainer.py Qwen/Qwen3-0.6B text.txt out          (without a GPU: out --use_cpu)
+torchrun --nproc-per-node 8 -m ds_fp8 trainer.py Qwen/Qwen3-0.6B text.txt out    (without a GPU: one process, --use_cpu)
 """
 
 import sys
@@ -32,6 +32,7 @@ trainer = Trainer(
     arguments,
     train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     data_collator=default_data_collator,
+    processing_class=tokenizer,  # beside the weights in every checkpoint
 )
 trainer.train()
 trainer.save_model()

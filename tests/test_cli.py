@@ -38,6 +38,34 @@ def test_every_command_says_how_it_is_used(capsys):
         assert f"ds-fp8 {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "command", [["parity", "x", "--steps", "2", "--tolerance"], ["sensitivity", "m", "x", "--budget"]]
+)
+def test_percent_for_a_share_is_refused(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command, "25"])
+    assert "1% is 0.01" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_run_is_not_its_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    for file in ("run.lock", "config.json", "model/config.json"):
+        (tmp_path / file).write_text("{}")
+    for command in (["evaluate", str(tmp_path), "quickstart/cpt.json"], ["sensitivity", str(tmp_path), "x.jsonl"]):
+        with pytest.raises(UserError) as caught:
+            main(command)
+        assert str(tmp_path / "model") in caught.value.remedy
+
+
+def test_a_shipped_stage_in_fewer_steps_is_told_how():
+    with pytest.raises(UserError) as caught:
+        main(["check", "infir2_7b/cpt.json", "--set", "train.steps=50"])
+    assert caught.value.key == "train.schedule"
+    changes = [word for word in caught.value.remedy.split() if "=" in word]
+    changed = [part for change in ("train.steps=50", *changes) for part in ("--set", change)]
+    assert main(["check", "infir2_7b/cpt.json", "--gpus", "8", *changed]) == 0
+
+
 def test_train_says_what_loads_before_it_loads():
     """The command's modules import neither torch nor DeepSpeed: those take the time."""
     program = (
@@ -60,7 +88,14 @@ def test_what_is_printed_as_json_is_json_alone():
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout"), [([], "fp8"), (["fp8.preset=rowwise"], "compressed-tensors"), (["fp8.enabled=false"], None)]
+    ("changes", "layout"),
+    [
+        ([], "fp8"),
+        (["fp8.preset=rowwise"], "compressed-tensors"),
+        (["fp8.enabled=false"], None),
+        (["fp8.preset=precise"], None),
+        (["train.lora.r=4"], None),
+    ],
 )
 def test_the_export_that_train_proposes_holds_the_weights(changes, layout):
     assert _served_layout(load_stage(config_file("quickstart/cpt.json"), changes, 2)) == layout

@@ -69,3 +69,16 @@ def test_the_logger_can_be_captured(caplog):
     with caplog.at_level(logging.INFO, logger="ds_fp8"):
         log.show(Panel("the report"))
     assert "the report" in caplog.text
+
+
+def test_a_reader_that_is_gone_ends_no_training():
+    program = (
+        "from ds_fp8.config import log\nimport sys, time\n"
+        "for number in range(20):\n    log.logger.info('line'), time.sleep(0.05)\nprint('done', file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "line\n"
+        process.stdout.close()
+        assert process.stderr.read() == "done\n"
+    assert process.returncode == 0

@@ -39,7 +39,7 @@ def rank_entry(main: Callable[[], int | None]) -> None:
         from ds_fp8.cluster import watchdog
 
         # Its work is done: a second signal, while Python ends, must not change the exit code.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         watchdog.leave()
         return code

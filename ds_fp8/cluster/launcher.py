@@ -36,7 +36,7 @@ _PORT = 29500
 
 
 def run_job(jobs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
-    """Run processes, each with its environment, until all have ended; SIGTERM and SIGINT are passed on to them.
+    """Run processes, each with its environment, until all have ended; SIGTERM, SIGINT and SIGHUP are passed on.
 
     From the main thread alone. Returns an exit code of config.errors: EXIT_INTERRUPTED after a signal, but for a job
     that was done in spite of it.
@@ -51,7 +51,8 @@ def run_job(jobs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
             process.terminate()
 
     # A signal that is ignored stays so: a shell starts background jobs with SIGINT ignored.
-    ours = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    ours = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in ours}
     try:
         for command, environment in jobs:

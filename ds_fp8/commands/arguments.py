@@ -150,6 +150,14 @@ def amount(text: str) -> float:
     return number
 
 
+def share(text: str) -> float:
+    """Return the number between 0 and 1 that `text` is; else argparse shows the error."""
+    number = amount(text)
+    if number >= 1:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no share below 1 (1% is 0.01)")
+    return number
+
+
 def add_out(parser: argparse.ArgumentParser, default: str | None) -> None:
     parser.add_argument(
         "--out", "--output", type=Path, metavar="FOLDER", default=default and Path(default),

@@ -36,6 +36,7 @@ from ds_fp8.commands.arguments import (
     tokenizer_of_folder,
 )
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import model_of_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -104,6 +105,8 @@ def main() -> int:
 
 def _check(arguments: argparse.Namespace, has_stage: bool) -> None:
     folder, out = arguments.folder, arguments.out
+    if (of_run := model_of_run(folder)) is not None:
+        raise UserError(f"{folder} is the folder of a run", remedy=f"give its model: {of_run}")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a Hugging Face folder", remedy="give a folder with a config.json")
     if not any((folder / name).is_file() for name in TOKENIZERS):

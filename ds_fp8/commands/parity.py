@@ -32,6 +32,7 @@ from ds_fp8.commands.arguments import (
     load_deepspeed,
     parser_of,
     read_points,
+    share,
     stage_file,
 )
 from ds_fp8.config.errors import UserError
@@ -50,7 +51,7 @@ def main() -> int:
     parser.add_argument("--gpus", "--ranks", type=count, help="ranks of every run (default: the GPUs; without GPUs 1)")
     parser.add_argument("--evaluations", type=count, default=10, help="evaluations along every run (default 10)")
     parser.add_argument("--more", type=amount, metavar="SHARE", help="more steps of FP8, to BF16's final loss")
-    parser.add_argument("--tolerance", type=amount, help="relative gap that is allowed (default 0.0025)")
+    parser.add_argument("--tolerance", type=share, help="relative gap that is allowed (default 0.0025)")
     add_out(parser, "runs/parity")
     add_grid(parser)
     arguments = parser.parse_args()

@@ -25,12 +25,12 @@ from ds_fp8.commands.arguments import (
     add_grid,
     add_out,
     add_set,
-    amount,
     config_file,
     count,
     load_deepspeed,
     parser_of,
     read_points,
+    share,
     tokenizer_of_folder,
 )
 from ds_fp8.config.errors import UserError
@@ -57,7 +57,7 @@ def main() -> int:
     add_set(parser)
     parser.add_argument("--rows", type=count, default=16, help="rows of text (default 16)")
     parser.add_argument("--length", type=count, default=512, help="tokens of a row (default 512)")
-    parser.add_argument("--budget", type=amount, default=0.06, help="share of the FLOPs to keep in BF16 (default 0.06)")
+    parser.add_argument("--budget", type=share, default=0.06, help="share of the FLOPs to keep in BF16 (default 0.06)")
     add_out(parser, None)
     add_grid(parser)
     arguments = parser.parse_args()

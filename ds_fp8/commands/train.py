@@ -21,6 +21,7 @@ from ds_fp8.cluster.entry import rank_entry
 from ds_fp8.cluster.launcher import TRAIN, add_launch_options, check_launch_options, launch, train_here
 from ds_fp8.commands.arguments import add_stage, count, parser_of, stage_file
 from ds_fp8.config.errors import EXIT_INTERRUPTED, UserError
+from ds_fp8.config.files import read_json
 
 if TYPE_CHECKING:
     from ds_fp8.train import Stage
@@ -98,6 +99,7 @@ def _train(file: Path, changes: list[str]) -> int:
 
 
 def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
+    from ds_fp8.config.formats import BLOCK
     from ds_fp8.report.page import write_report
     from ds_fp8.train.run_folder import MODEL
 
@@ -116,17 +118,27 @@ def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
         why = error.problem if isinstance(error, UserError) else error
         lines.append(f"report:  not written ({why}); once that is mended: ds-fp8 report {folder}")
     layout = _served_layout(stage)
-    if layout is not None:
+    # A folder in FP8 has whole blocks of weights alone.
+    blocks = read_json(stage.run_dir / MODEL / "config.json").get("hidden_size", 0) % BLOCK == 0
+    if layout is not None and blocks:
         lines.append(f"export:  ds-fp8 export {folder} {shlex.quote(f'{stage.run_dir}-{layout}')} --format {layout}")
     return lines
 
 
 def _served_layout(stage: Stage) -> str | None:
-    """Return the first layout of an export that holds the weights as training cast them, or None."""
+    """Return the first layout of an export that holds the weights as training cast them, or None.
+
+    None for adapters, which no export in FP8 has, and for outlier channels, which are better served in BF16 (`model/`).
+    """
     from ds_fp8.export.plan import SCALE_SUFFIX, check_layout
 
     model = stage.model.config or {}
-    if not stage.fp8.enabled or str(model.get("model_type", "")).startswith("munit"):
+    if (
+        not stage.fp8.enabled
+        or stage.train.lora
+        or stage.fp8.linear.outlier_channels
+        or str(model.get("model_type", "")).startswith("munit")
+    ):
         return None
     for layout in SCALE_SUFFIX:
         try:

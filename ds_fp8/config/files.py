@@ -232,3 +232,9 @@ def check_writable(folder: Path, key: str = "") -> None:
             key=key,
             remedy="give another folder, or its rights",
         )
+
+
+def model_of_run(folder: Path) -> Path | None:
+    """Return the model that `ds-fp8 train` has left in a run's folder (train/run_folder.py); None for other folders."""
+    model = folder / "model"
+    return model if (folder / "run.lock").is_file() and (model / "config.json").is_file() else None

@@ -35,6 +35,13 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+class _Lasting(Console):
+    """A console that falls silent where its reader is gone. rich would end the process, and a training run with it."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 class _Standard(logging.Handler):
     """Writes to the standard output, but where the program has configured a handler of its own."""
 
@@ -44,7 +51,7 @@ class _Standard(logging.Handler):
             return
         try:
             # Asked for at each line: progress bars and tests put another stream in its place.
-            console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+            console = _Lasting(file=sys.stdout, highlight=False, soft_wrap=True)
             renderable = getattr(record, "renderable", None)
             if renderable is not None:
                 console.print(renderable, soft_wrap=False)

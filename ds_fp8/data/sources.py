@@ -34,10 +34,11 @@ def read_examples(config: DataConfig) -> Iterator[Text | Chat]:
     name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
     check = _checked_messages if chat else _checked_text
     table = _load(config.path)
-    for number, row in enumerate(_rows(table, config.path)):
+    for number, row in enumerate(_rows(table, config.path), 1):
         if name not in row:
-            columns = ", ".join(row)
-            raise UserError(f'{config.path} has no column "{name}"', key=key, remedy=f"set {key} to one of: {columns}")
+            columns, where = ", ".join(row), config.path if number == 1 else f"row {number} of {config.path}"
+            remedy = f"set {key} to one of: {columns}" if number == 1 else f'give it a "{name}"; it has: {columns}'
+            raise UserError(f'{where} has no column "{name}"', key=key, remedy=remedy)
         # A table gives every message, and every call of a tool in it, all keys that any of them has: without nulls.
         value = _without_none(row[name]) if isinstance(table, datasets.IterableDataset) else row[name]
         if example := check(value, number, config):
@@ -64,15 +65,20 @@ def source_identity(path: str) -> list[Any]:
 def _json_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
     """Yield the rows of JSON files, one a line or all in one list: without the keys that only other rows have."""
     for file in files:
-        with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression=COMPRESSIONS.get(file.suffix)) as lines:
-            first = next((line for line in lines if line.strip()), "")
-            rows = json.loads(first + lines.read()) if first.lstrip().startswith("[") else chain([first], lines)
-            for row in rows:
-                if isinstance(row, str) and not row.strip():
-                    continue
-                row = json.loads(row) if isinstance(row, str) else row
+        with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression=COMPRESSIONS.get(file.suffix)) as text:
+            lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
+            number, first = next(lines, (1, "[]"))
+            if first.lstrip().startswith("["):
+                rows = enumerate(json.loads(first + text.read()), 1)
+            else:
+                rows = chain([(number, first)], lines)
+            for number, row in rows:
+                try:
+                    row = json.loads(row) if isinstance(row, str) else row
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"line {number} of {file.name}: {error.msg} at column {error.colno}") from None
                 if not isinstance(row, dict):
-                    raise ValueError(f"a row is a {type(row).__name__} and no object")
+                    raise ValueError(f"row {number} of {file.name} is a {type(row).__name__} and no object")
                 yield row
 
 

@@ -17,6 +17,8 @@ from ds_fp8.train.run_folder import write_atomically
 
 BEST = "best.json"
 GIB = 2**30
+WIDE = 200
+"""Columns of a table in a file, or for another program."""
 
 
 def gib(size: float | None) -> str:
@@ -41,7 +43,7 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
     if any(column.host_bytes for column in columns):
         table.add_row("pinned host memory, activations", *(gib(column.host_bytes) for column in columns))
     if memory_bytes is None:
-        console.print(table)
+        _print(table, console)
         return
     table.add_section()
     for what, label in (("micro_batch", "largest micro-batch, rows"), ("sequence_length", "longest row, tokens")):
@@ -52,7 +54,7 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
     for size in [1, *shared] if shared else []:
         label = f"  {size} GPUs share a row" if size > 1 else "  a row on one GPU"
         table.add_row(label, *(_size(found[size]) for found in longest))
-    console.print(table)
+    _print(table, console)
     if shared:
         console.print(
             "The last rows: the longest rows by memory alone, beyond the model's positions too; GPUs share a row by "
@@ -72,16 +74,21 @@ def _table(*heads: str) -> Table:
     return table
 
 
+def _print(table: Table, console: Console) -> None:
+    """Print a table; in the whole width that it needs where no terminal limits it."""
+    console.print(table, width=None if console.is_terminal else WIDE, crop=False)
+
+
 def print_plan(points: Sequence[Point], raw: Mapping[str, Any], memory_bytes: int | None) -> None:
     """Print the points of a sweep and what they are expected to take on GPUs, wherever this runs."""
-    table = _table("point", "GPUs", "micro-batch", "length", "estimate GiB", "peak at")
+    table = _table("point", "GPUs", "micro-batch", "length", "needs GiB", "peak at")
     for point in points:
         expected = estimate_of(point, raw, "cuda")
         w, needs = expected.workload, expected.device_bytes
         over = memory_bytes is not None and needs > memory_bytes
-        shown = f"{gib(expected.peak_bytes)}{' (does not fit)' if over else ''}"
+        shown = f"{gib(needs)}{' (does not fit)' if over else ''}"
         table.add_row(point.name, str(w.gpus), str(w.rows), f"{w.sequence_length:,}", shown, expected.peak.name)
-    Console(highlight=False).print(table)
+    _print(table, Console(highlight=False))
 
 
 def expected_bytes(record: Record) -> int:
@@ -104,7 +111,7 @@ def print_records(records: Sequence[Record], console: Console) -> None:
             shares = (f"{expected / peak - 1:+.1%}", f"{peak / first:.2f}")
             measured = [gib(peak), gib(expected), *shares, f"{tokens:,.0f}", f"{record['loss']:.4f}"]
         table.add_row(record["name"], record["status"], *measured)
-    console.print(table)
+    _print(table, console)
 
 
 def best_of(records: Sequence[Record]) -> Record | None:

@@ -153,6 +153,8 @@ def _branch(stage: Stage) -> RunState:
     if stage.train.resume is None:
         return RunState()
     named, found = Path(stage.train.resume).expanduser(), None
+    if named.name == CHECKPOINTS and steps_in(named.parent):
+        named = named.parent
     if os.path.isdir(named / CHECKPOINTS):  # False for a name that no folder can have
         found = _newest(named, "train.resume")
     elif os.path.isdir(named):

@@ -71,7 +71,12 @@ class Schedule(Section):
         lengths = {name: _length(value, total) for name, value in self.parts.items()}
         if sum(lengths.values()) > total:
             shown = " + ".join(f"{name} {length}" for name, length in lengths.items())
-            raise ValueError(f"the schedule is longer than the run: {shown} steps > steps {total}")
+            raise UserError(
+                f"the schedule is longer than the run: {shown} steps > steps {total}",
+                key="train.schedule",
+                remedy="more steps, or lengths as fractions: "
+                + " ".join(f"--set train.schedule.{name}={type(self).model_fields[name].default}" for name in lengths),
+            )
 
 
 def _length(steps_or_fraction: float, total: int) -> int:
@@ -293,12 +298,7 @@ class Stage:
         if self.train.steps is not None:
             return self
         steps = max(1, math.ceil(self.train.epochs * training_rows / self.global_batch))
-        try:
-            self.train.schedule.check_lengths(steps)
-        except ValueError as error:
-            raise UserError(
-                str(error), key="train.schedule", remedy="give lengths as fractions, or more epochs"
-            ) from None
+        self.train.schedule.check_lengths(steps)
         return replace(self, train=self.train.model_copy(update={"steps": steps}))
 
 

@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import model_of_run
 from ds_fp8.research import munit
 
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -99,6 +100,8 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
     local = Path(source.path)
     if not os.path.isdir(local) and not _is_hub_name(source.path):
         raise UserError(f"the model folder {source.path} does not exist", key=source.key, remedy="check the path")
+    if (of_run := model_of_run(local)) is not None:
+        raise UserError(f"{source.path} is the folder of a run", key=source.key, remedy=f"give its model: {of_run}")
     if local.is_dir() and not (local / "config.json").is_file():
         raise UserError(
             f"{source.path} has no config.json",

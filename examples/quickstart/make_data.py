@@ -165,4 +165,6 @@ def write(folder: Path, examples: tuple[int, int, int] = (8000, 2500, 2500), voc
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     print(f"data: {write(Path(*sys.argv[1:2] or ['runs/quickstart/data']))}")

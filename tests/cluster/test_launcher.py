@@ -52,9 +52,12 @@ def ranks_here(tmp_path, monkeypatch):
     (tmp_path / "rank.py").write_text(RANK)
     monkeypatch.setattr(launcher, "TRAIN", "rank")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    # Ignored where the tests run in the background, or under nohup.
+    asking = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in asking.items()}
     yield lambda *deeds: launcher.train_here([str(tmp_path), *map(str, deeds)], 2)
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def once_ready(folder, action):
@@ -68,7 +71,7 @@ def once_ready(folder, action):
     threading.Thread(target=wait, daemon=True).start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("deeds", "code"), [((), EXIT_INTERRUPTED), (("finish",), 0)])
 def test_a_signal_lets_all_ranks_save(ranks_here, tmp_path, number, deeds, code):
     before = signal.getsignal(number)

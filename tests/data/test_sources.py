@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+from pathlib import Path
 
 import datasets
 import fsspec.compression
@@ -154,7 +155,8 @@ def test_what_is_not_there(name, words, tmp_path, monkeypatch):
     ("files", "words"),
     [
         ({"data.docx": b"x"}, "no known file type"),
-        ({"data.jsonl": b'{"text": "fine"}\n{"text": broken\n'}, "cannot be read"),
+        ({"data.jsonl": b'\n{"text": "fine"}\n{"text": broken\n'}, "line 3 of data.jsonl"),
+        ({"data.jsonl": b'{"text": "fine"}\n\n7\n'}, "row 3 of data.jsonl is a int"),
         ({"data.jsonl.gz": gzip.compress(b'{"text": "' + bytes(range(65, 91)) * 99 + b'"}')[:40]}, "as json data"),
         ({"data.jsonl": b'{"text": ""}\n{"text": null}'}, "no examples"),
         *(({f"data{ending}": content}, "") for ending in (".txt", *TABLES) for content in (b"", b"\n\n")),
@@ -185,6 +187,10 @@ def test_a_missing_column_names_those_there_are(tmp_path):
         assert error.key == key
         assert "body, number" in error.remedy
     assert _error(path, text_key="body").key == "data.text_key"  # no text
+    Path(path).write_text('{"text": "a"}\n{"txt": "b"}\n')
+    error = _error(path)
+    assert "row 2 of" in str(error)
+    assert "set data.text_key" not in error.remedy  # to a column that other rows do not have
 
 
 @pytest.mark.parametrize(
@@ -206,5 +212,5 @@ def test_a_missing_column_names_those_there_are(tmp_path):
 def test_malformed_messages(messages, tmp_path):
     error = _error(_write(tmp_path / "data.jsonl", "messages", [messages]), format="chat")
     assert error.key == "data.path"
-    assert "row 0" in str(error)
+    assert "row 1 of" in str(error)
     assert "content" in error.remedy

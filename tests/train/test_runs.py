@@ -83,7 +83,7 @@ def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(
     wait_for_step(run_dir, 3, by_rank)
     first, second = (process_of_rank(by_rank, rank) for rank in (0, 1))
     second.send_signal(signal.SIGUSR1)
-    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGHUP)
     with contextlib.suppress(psutil.NoSuchProcess):
         while second.status() != psutil.STATUS_ZOMBIE:  # impatient, until the very end of the process
             second.send_signal(signal.SIGTERM)

@@ -175,16 +175,14 @@ def read_points(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Return the changes KEY=VALUE of every point by its name; without a grid the stage itself, named ""."""
     from ds_fp8.memory.sweep import GPUS, read_sweep
 
-    if not arguments.grid and arguments.sweep is None:
-        return {"": ()}
-    config, points = read_sweep(arguments.sweep and config_file(arguments.sweep), 1, arguments.grid)
-    varied = {
-        key for settings in (config.set, config.grid, *(named.set for named in config.points)) for key in settings
-    }
+    varied, points = {change.partition("=")[0] for change in arguments.set}, []
+    if arguments.grid or arguments.sweep is not None:
+        config, points = read_sweep(arguments.sweep and config_file(arguments.sweep), 1, arguments.grid)
+        varied.update(*(config.set, config.grid, *(named.set for named in config.points)))
     if GPUS in varied:
         raise UserError("all points of a comparison need the same number of ranks", key=GPUS, remedy="--gpus 4")
     if "fp8.enabled" in varied:
         raise UserError(
             "a comparison runs every point with FP8 and with BF16 already", key="fp8.enabled", remedy="leave it out"
         )
-    return {point.name: tuple(point.overrides(measuring=False)) for point in points}
+    return {point.name: tuple(point.overrides(measuring=False)) for point in points} or {"": ()}

@@ -9,8 +9,8 @@ FOLDER is a Hugging Face causal language model, FILE a stage's JSON, or a .txt, 
 Each part of the model (all linear layers, those of one kind, those of one decoder layer) is cast alone; the loss and
 the divergence of the predictions from those without casts are printed by cost for the FLOPs. The costliest parts that
 together have at most --budget of the FLOPs are proposed as fp8.linear.overrides, and measured. Only forward is
-measured. --out leaves sensitivity.json, with all figures, and stage.json: the stage, or a JSON with an "fp8" section
-alone, with the proposed overrides; of a grid those of every point.
+measured. --out leaves sensitivity.json, with all figures, and, where something is proposed, stage.json: the stage, or a
+JSON with an "fp8" section alone, with the overrides; of a grid those of every point.
 """
 
 from __future__ import annotations

@@ -202,7 +202,9 @@ def test_the_best_checkpoint_outlives_newer_ones(stage, run_dir):
     assert checkpoints.best_step(run_dir, {}) is None
 
 
-@pytest.mark.parametrize(("named", "step"), [("parent", 6), ("parent/checkpoints/step_4", 4)])
+@pytest.mark.parametrize(
+    ("named", "step"), [("parent", 6), ("parent/checkpoints", 6), ("parent/checkpoints/step_4", 4)]
+)
 def test_another_runs_checkpoint_is_where_a_branch_begins(named, step, stage, run_dir, tmp_path):
     parent = stage(f"train.run_dir={tmp_path / 'parent'}")
     store(parent, [4, 6])

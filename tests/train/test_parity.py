@@ -325,6 +325,7 @@ def test_points_that_differ_in_fp8_keys_alone_have_one_twin_in_bf16(tiny, write,
     [
         (["--grid", "gpus=1,2"], "gpus"),
         (["--grid", "fp8.enabled=true,false"], "fp8.enabled"),
+        (["--set", "fp8.enabled=false"], "fp8.enabled"),
         (["--grid", "fp8.preset=infir2,infir3"], "fp8.preset"),
     ],
 )

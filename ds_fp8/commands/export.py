@@ -114,6 +114,8 @@ def _read_model(folder: Path) -> _Model:
     tokenizer = generation = None
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = partial(save_tokenizer, load_tokenizer(str(folder)))
+    else:
+        print(f"note: {folder} has no tokenizer, and so the export has none: --model FOLDER names one that has")
     file = folder / "generation_config.json"
     if file.is_file():
         try:

@@ -88,17 +88,20 @@ def test_what_is_printed_as_json_is_json_alone():
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout"),
+    ("changes", "model", "layout"),
     [
-        ([], "fp8"),
-        (["fp8.preset=rowwise"], "compressed-tensors"),
-        (["fp8.enabled=false"], None),
-        (["fp8.preset=precise"], None),
-        (["train.lora.r=4"], None),
+        ([], {}, "fp8"),
+        (["fp8.preset=rowwise"], {"hidden_size": 576}, "compressed-tensors"),
+        (["fp8.enabled=false"], {}, None),
+        (["fp8.preset=precise"], {}, None),
+        (["train.lora.r=4"], {}, None),
+        ([], {"hidden_size": 576}, None),
+        ([], {"model_type": "munit_llama"}, None),
     ],
 )
-def test_the_export_that_train_proposes_holds_the_weights(changes, layout):
-    assert _served_layout(load_stage(config_file("quickstart/cpt.json"), changes, 2)) == layout
+def test_the_export_that_train_proposes_holds_the_weights(changes, model, layout):
+    stage = load_stage(config_file("quickstart/cpt.json"), changes, 2)
+    assert _served_layout(stage, {"model_type": "llama", "hidden_size": 256, **model}) == layout
 
 
 def test_an_unknown_command_names_the_nearest():

@@ -99,7 +99,6 @@ def _train(file: Path, changes: list[str]) -> int:
 
 
 def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
-    from ds_fp8.config.formats import BLOCK
     from ds_fp8.report.page import write_report
     from ds_fp8.train.run_folder import MODEL
 
@@ -117,32 +116,29 @@ def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
     except (OSError, UserError) as error:  # the run itself is done, and its model written
         why = error.problem if isinstance(error, UserError) else error
         lines.append(f"report:  not written ({why}); once that is mended: ds-fp8 report {folder}")
-    layout = _served_layout(stage)
-    # A folder in FP8 has whole blocks of weights alone.
-    blocks = read_json(stage.run_dir / MODEL / "config.json").get("hidden_size", 0) % BLOCK == 0
-    if layout is not None and blocks:
+    layout = _served_layout(stage, read_json(stage.run_dir / MODEL / "config.json"))
+    if layout is not None:
         lines.append(f"export:  ds-fp8 export {folder} {shlex.quote(f'{stage.run_dir}-{layout}')} --format {layout}")
     return lines
 
 
-def _served_layout(stage: Stage) -> str | None:
+def _served_layout(stage: Stage, model: dict[str, Any]) -> str | None:
     """Return the first layout of an export that holds the weights as training cast them, or None.
 
-    None for adapters, which no export in FP8 has, and for outlier channels, which are better served in BF16 (`model/`).
+    None for adapters, which no export in FP8 has, for outlier channels, which are better served in BF16 (`model/`), and
+    for a model, given as its config.json, of which no weight is whole blocks.
     """
+    from ds_fp8.config.formats import BLOCK
     from ds_fp8.export.plan import SCALE_SUFFIX, check_layout
 
-    model = stage.model.config or {}
-    if (
-        not stage.fp8.enabled
-        or stage.train.lora
-        or stage.fp8.linear.outlier_channels
-        or str(model.get("model_type", "")).startswith("munit")
-    ):
+    linear, kind = stage.fp8.linear, str(model.get("model_type", ""))
+    if not stage.fp8.enabled or stage.train.lora or linear.outlier_channels or kind.startswith("munit"):
+        return None
+    if linear.weight.granularity == "128x128" and model.get("hidden_size", 0) % BLOCK:
         return None
     for layout in SCALE_SUFFIX:
         try:
-            check_layout(layout, stage.fp8.linear.weight)
+            check_layout(layout, linear.weight)
         except UserError:
             continue
         return layout

@@ -68,17 +68,16 @@ def _json_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
         with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression=COMPRESSIONS.get(file.suffix)) as text:
             lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
             number, first = next(lines, (1, "[]"))
+            kind, rows = "line", chain([(number, first)], lines)
             if first.lstrip().startswith("["):
-                rows = enumerate(json.loads(first + text.read()), 1)
-            else:
-                rows = chain([(number, first)], lines)
+                kind, rows = "row", enumerate(json.loads(first + text.read()), 1)
             for number, row in rows:
                 try:
                     row = json.loads(row) if isinstance(row, str) else row
                 except json.JSONDecodeError as error:
                     raise ValueError(f"line {number} of {file.name}: {error.msg} at column {error.colno}") from None
                 if not isinstance(row, dict):
-                    raise ValueError(f"row {number} of {file.name} is a {type(row).__name__} and no object")
+                    raise ValueError(f"{kind} {number} of {file.name} is of type {type(row).__name__} and no object")
                 yield row
 
 

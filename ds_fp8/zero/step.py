@@ -102,10 +102,11 @@ class Step:
         for some in self.sets:
             some.begin()
         work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(zero.sub_groups())]
+        factor = self._factor(norm)
         # Behind all that may fail and changes nothing.
         self.launched = Launched(skip, self._optimizer.prepare(masters for _, masters, *_ in work))
         self.gradients.close_step()
-        self._optimizer.step(work=work, factor=self._factor(norm), skip=skip)
+        self._optimizer.step(work=work, factor=factor, skip=skip)
         for some in self.sets:
             some.finish(skip)
         write_bf16 = self.prepare_bf16()  # while the GPU is busy

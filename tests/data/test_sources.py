@@ -156,7 +156,7 @@ def test_what_is_not_there(name, words, tmp_path, monkeypatch):
     [
         ({"data.docx": b"x"}, "no known file type"),
         ({"data.jsonl": b'\n{"text": "fine"}\n{"text": broken\n'}, "line 3 of data.jsonl"),
-        ({"data.jsonl": b'{"text": "fine"}\n\n7\n'}, "row 3 of data.jsonl is a int"),
+        ({"data.jsonl": b'{"text": "fine"}\n\n7\n'}, "line 3 of data.jsonl is of type int"),
         ({"data.jsonl.gz": gzip.compress(b'{"text": "' + bytes(range(65, 91)) * 99 + b'"}')[:40]}, "as json data"),
         ({"data.jsonl": b'{"text": ""}\n{"text": null}'}, "no examples"),
         *(({f"data{ending}": content}, "") for ending in (".txt", *TABLES) for content in (b"", b"\n\n")),

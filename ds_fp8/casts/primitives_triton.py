@@ -52,8 +52,18 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def larger(a, b):
+    """Return the larger of each two numbers, NaN beside a NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def amax_bits(x, axis: tl.constexpr):
-    return tl.max(magnitude_bits(x), axis)
+    """Return the bits of the largest magnitude along an axis, int32."""
+    if COMPILED:
+        # Of floats: their maximum takes in magnitudes, which of integers are an instruction more.
+        return tl.reduce(tl.abs(x), axis, larger).to(tl.int32, bitcast=True)
+    return tl.max(magnitude_bits(x), axis)  # the interpreter reduces by Python's functions one element at a time
 
 
 @triton.jit
@@ -245,9 +255,7 @@ def store_cast_columnwise(
         # the four codes of one column make one word:
         #     word[i, k] = code(x0) | code(x1) << 8 | code(x2) << 16 | code(x3) << 24     tokens 4i .. 4i + 3 of column k
         #     data[k, first_m / 4 + i] = word                                            four neighbours of the transposed row
-        bits01 = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
-        bits23 = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-        bits = tl.max(tl.maximum(bits01, bits23), 0)
+        bits = amax_bits(larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3))), 0)
         if MODE == TILE:
             bits = tl.max(bits, 0) + tl.zeros_like(k)
     elif MODE == ROW:

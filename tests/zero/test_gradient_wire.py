@@ -12,6 +12,8 @@ from ds_fp8.zero.reduce import pack_reference
 
 # Relative error of one cast per group of 128, as a share of the gradient's norm.
 TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Of the kernels: without a GPU they run in Triton's interpreter."""
 SHAPES = [
     # rows, places, and the elements of each gradient
     (1, 1, [4096]),
@@ -44,7 +46,7 @@ def gradients_of(numels, dtype=torch.bfloat16, exact=False):
 
 
 def packed(pack, gradients, shape, slices, format="e4m3", **options):
-    message = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8)
+    message = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8, device=gradients[0].device)
     for gradient, place in zip(gradients, slices, strict=True):
         pack(gradient, message, shape, place, format, **options)
     return message
@@ -120,7 +122,7 @@ def test_overflow_is_sent(value):
 def test_the_kernels_send_the_same_bytes(rows, places, numels, dtype):
     """On numbers that FP8 holds: Triton's interpreter does not round its casts to the nearest."""
     shape, slices = laid_out(rows, places, numels)
-    gradients = gradients_of(numels, dtype, exact=True)
+    gradients = [gradient.to(DEVICE) for gradient in gradients_of(numels, dtype, exact=True)]
     plain, ours = (packed(pack, gradients, shape, slices) for pack in (pack_reference, kernels().pack))
     assert torch.equal(plain, ours)
 
@@ -129,9 +131,10 @@ def test_the_kernels_saturate_alike():
     shape, slices = laid_out(2, 1, [5000])
     (gradient,) = gradients_of([5000], torch.float32, exact=True)
     gradient[:50] *= 4096
-    counts = [torch.zeros((), dtype=torch.int32) for _ in range(2)]
+    gradient = gradient.to(DEVICE)
+    counts = [torch.zeros((), dtype=torch.int32, device=DEVICE) for _ in range(2)]
     plain, ours = (
-        packed(pack, [gradient], shape, slices, scale=torch.tensor(0.25), clipped=count)
+        packed(pack, [gradient], shape, slices, scale=torch.tensor(0.25, device=DEVICE), clipped=count)
         for pack, count in zip((pack_reference, kernels().pack), counts, strict=True)
     )
     assert torch.equal(plain, ours)
@@ -144,6 +147,8 @@ def test_the_kernels_saturate_alike():
 def test_the_kernels_sum_alike(rows, places, numels, divisor, format):
     shape, slices = laid_out(rows, places, numels)
     message = packed(pack_reference, gradients_of(numels, exact=True), shape, slices, format)
-    plain, found = (add(message, shape, format, divisor) for add in (sum_rows_reference, kernels().sum_rows))
-    assert torch.equal(plain, found)
+    # On the CPU: on a GPU torch divides by a number as it multiplies by its reciprocal.
+    plain = sum_rows_reference(message, shape, format, divisor)
+    found = kernels().sum_rows(message.to(DEVICE), shape, format, divisor)
+    assert torch.equal(plain, found.cpu())
     assert plain.count_nonzero() > 0

@@ -344,15 +344,15 @@ def gated_backward_cast(
     if wgrad and down.wgrad_input == "128x128":
         # Bits of FP32 maxima, compared as integers: of numbers >= 0 both order alike. Zeros are the smallest.
         product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
-    rows = 32 if product_amax is None else 16  # as registers allow
+    # Two warps: as much as a thread has to do once, such as a scale, it does for twice as many elements.
+    rows = width = 16
     _backward_rows[(tiles(F), M // rows)](
-        *source, *result_arguments(row), product_amax, shares, *high, ROWS=rows, num_warps=4, **common, **gradient
+        *source, *result_arguments(row), product_amax, shares, *high, ROWS=rows, num_warps=2, **common, **gradient
     )
     if wgrad:
-        width = 16
         _backward_columns[(F // width, M // BLOCK)](
             *source, *result_arguments(column), *result_arguments(product), product_amax, WIDTH=width,
-            PRODUCT=MODES[down.wgrad_input], num_warps=4, **common, **gradient, **of_product,
+            PRODUCT=MODES[down.wgrad_input], num_warps=2, **common, **gradient, **of_product,
         )
     return row, column, product, None if shares is None else shares.sum(0), *high
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Exit codes of a run: they say whether starting it again helps.
 EXIT_DONE = 0
@@ -76,6 +76,19 @@ def joined(errors: Sequence[UserError]) -> UserError:
     first, *others = errors
     first.others = tuple(others)
     return first
+
+
+def results_of(*checks: Callable[[], Any]) -> list[Any]:
+    """Return what every check returns, in order; raise the mistakes of all that fail as one UserError."""
+    results, mistakes = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except UserError as error:
+            mistakes += error.all
+    if mistakes:
+        raise joined(mistakes)
+    return results
 
 
 def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoReturn]:

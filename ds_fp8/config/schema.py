@@ -61,6 +61,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 SectionType = TypeVar("SectionType", bound=Section)
 
 
+_LISTED = 600
+"""Characters of a list that a message may hold."""
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 120, 120, 40
 
@@ -71,13 +73,14 @@ def shown(value: Any) -> str:
 
 
 def nearest(key: str, choices: Iterable[str], otherwise: str = "Known keys") -> str:
-    """Return ` Did you mean "x"?` for the closest of `choices`, or the list of them when none is close."""
+    """Return `Did you mean "x"?` for the closest of `choices`; if none is close, the list of them where it is short."""
     choices = sorted(choices)
     # Cut: comparing takes time by the product of the lengths, and a key may be a pasted text.
     close = difflib.get_close_matches(key[:120], choices, n=1, cutoff=0.5)
     if close:
         return f'Did you mean "{close[0]}"?'
-    return f"{otherwise}: {', '.join(choices)}." if choices else ""
+    listed = f"{otherwise}: {', '.join(choices)}."
+    return listed if choices and len(listed) <= _LISTED else ""
 
 
 def parse_section(
@@ -115,14 +118,15 @@ def _explained(section: type[BaseModel], mistake: Any, key: str, file: str | os.
 
 def wrong_value(mistake: Any, key: str, file: str | os.PathLike | None = None) -> UserError:
     """Return one of pydantic's mistakes as the error of a key."""
+    if mistake["type"] == "missing":
+        return UserError(f'"{key}" is missing', key=key, file=file, remedy=f'"{key.rpartition(".")[2]}": ...')
     given = mistake.get("input")
-    got = "" if mistake["type"] == "missing" else f" (got {shown(given)})"
     # pydantic puts the first words before the message of a validator.
     message = mistake["msg"].removeprefix("Value error, ")
     # transformers fills in "auto" before DeepSpeed reads the file; nothing does so for sections of this package.
     filled_in = 'give a value: "auto" is for programs that fill it in'
     remedy = filled_in if given == "auto" else f'change the value of "{key}"'
-    return UserError(f"{key}: {message}{got}", key=key, file=file, remedy=remedy)
+    return UserError(f"{key}: {message} (got {shown(given)})", key=key, file=file, remedy=remedy)
 
 
 def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:

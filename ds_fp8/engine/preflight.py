@@ -59,17 +59,21 @@ def check(configuration: Configuration, *, optimizer_given: bool = False, schedu
     def refuse(key: str, problem: str, remedy: str) -> None:
         mistakes.append(UserError(problem, key=key, file=configuration.file, remedy=remedy))
 
-    fp8 = configuration.fp8
+    fp8 = None
+    try:
+        fp8 = configuration.fp8
+    except UserError as error:
+        mistakes += error.all
     filled = Configuration(_without_auto(configuration.values), configuration.file)
     _check_keys(configuration.values, refuse)
     try:
         parsed = filled.deepspeed
-        if fp8.enabled:
+        if fp8 and fp8.enabled:
             _check_fp8(configuration, filled, parsed, refuse)
         _check_values(filled, parsed, refuse)
     except UserError as error:  # nothing is known of the values of a section that DeepSpeed cannot parse
         mistakes += error.all
-    if fp8.enabled:
+    if fp8 and fp8.enabled:
         try:
             deepspeed_versions.check(deepspeed.__version__)
         except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, Configuration
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, results_of
 from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open, with_preset
@@ -323,14 +324,19 @@ def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
         loaded = not (isinstance(raw.get("model"), dict) and "config" in raw["model"])
         raw["fp8"] = with_preset(raw["fp8"], FOR_TRAINED if loaded else DEFAULT)
     configuration = Configuration(raw, os.fspath(file))
-    preflight.check(configuration)
-    for section in ("data", "train"):
-        if section not in raw:
-            raise UserError(f'the section "{section}" is missing', key=section, remedy=f'add "{section}": {{...}}')
+
+    def section(kind: type[Section], name: str) -> Any:
+        if name not in raw:
+            raise UserError(f'the section "{name}" is missing', key=name, remedy=f'add "{name}": {{...}}')
+        return parse_section(kind, raw[name], key=name, file=file)
+
+    _, model, data, train = results_of(
+        functools.partial(preflight.check, configuration),
+        lambda: parse_section(ModelConfig, raw.get("model", {}), key="model", file=file),
+        functools.partial(section, DataConfig, "data"),
+        functools.partial(section, TrainConfig, "train"),
+    )
     fp8 = configuration.fp8
-    model = parse_section(ModelConfig, raw.get("model", {}), key="model", file=file)
-    data = parse_section(DataConfig, raw["data"], key="data", file=file)
-    train = parse_section(TrainConfig, raw["train"], key="train", file=file)
     data.check_named()
     shared_by = sequence_parallel_size(raw)
     check_ranks(shared_by, world)

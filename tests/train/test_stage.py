@@ -53,6 +53,24 @@ def test_a_section_of_deepspeed_that_asks_for_nothing_is_no_mistake(tiny, write)
     assert load_stage(write(tiny)).model.activation_checkpointing is False
 
 
+def test_mistakes_of_all_sections_are_named_at_once(tiny, write):
+    del tiny["train"]["run_dir"]
+    wrong = ["fp8.linear.input.format=e9", "zero_optimization.stge=3", "trian=1", "model.pathh=x", "data.seq=3"]
+    with pytest.raises(UserError) as caught:
+        load_stage(write(tiny), wrong)
+    keys = [error.key for error in caught.value.all]
+    assert sorted(keys) == sorted(
+        ["fp8.linear.input.format", "zero_optimization.stge", "trian", "model.pathh", "data.seq", "train.run_dir"]
+    )
+    assert '"train.run_dir" is missing' in str(caught.value)
+
+
+def test_a_key_like_no_other_is_no_reason_for_a_long_list(tiny, write):
+    with pytest.raises(UserError) as caught:
+        load_stage(write(tiny), ["zero_optimization.qqqqqq=3"])
+    assert caught.value.remedy == "remove it"
+
+
 # (override, key the error must name, words the screen must show)
 WRONG = [
     ("trian.steps=5", "trian", 'Did you mean "train"?'),

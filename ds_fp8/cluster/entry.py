@@ -9,7 +9,15 @@ import traceback
 from collections.abc import Callable
 
 from ds_fp8.cluster.guardian import ERROR, LOST, USER
-from ds_fp8.config.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR, as_user_error, main_entry
+from ds_fp8.config.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+    EXIT_USER_ERROR,
+    as_user_error,
+    first_line,
+    main_entry,
+)
 
 # Gloo raises plain RuntimeErrors.
 _LINK = re.compile(r"gloo|NCCL|connection (reset|closed)|socket|timed out", re.IGNORECASE)
@@ -28,7 +36,7 @@ def rank_entry(main: Callable[[], int | None]) -> None:
                 watchdog.fail(USER, str(mistake), EXIT_USER_ERROR)
                 raise mistake from None
             traceback.print_exc()
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             watchdog.fail(LOST if lost_others(error) else ERROR, reason, EXIT_LOST)
             sys.exit(EXIT_FAILED)
         except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_fp8.commands.arguments import config_file, parser_of
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_paragraph
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig
@@ -109,7 +109,7 @@ def _read_model(folder: Path) -> _Model:
 
     from ds_fp8.data import load_tokenizer, save_tokenizer
     from ds_fp8.export.folder import make_savable
-    from ds_fp8.train.stored_model import ModelSource, first_line, stored_config
+    from ds_fp8.train.stored_model import ModelSource, stored_config
 
     tokenizer = generation = None
     if (folder / "tokenizer_config.json").is_file():
@@ -121,7 +121,7 @@ def _read_model(folder: Path) -> _Model:
         try:
             generation = GenerationConfig.from_pretrained(folder)
         except Exception as error:  # transformers fails in its own way at each mistake
-            problem = f"transformers cannot read this {file.name}: {first_line(error)}"
+            problem = f"transformers cannot read this {file.name}: {first_paragraph(error)}"
             raise UserError(problem, file=file, remedy="correct it, or give another folder: --model FOLDER") from None
         if left_out := make_savable(generation):
             print(f"note: {left_out}")

@@ -35,6 +35,16 @@ def clipped(text: str, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where there is none."""
+    return clipped(next(iter(str(error).strip().splitlines()), type(error).__name__))
+
+
+def first_paragraph(error: BaseException) -> str:
+    """Return the first paragraph of an error's message on one line, or its type: classes of transformers need it."""
+    return clipped(" ".join(str(error).split("\n\n")[0].split()), 300) or type(error).__name__
+
+
 class UserError(Exception):
     """A mistake that the user can correct.
 

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 import fsspec
 
-from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.data.config import DataConfig
 
 Text = str
@@ -129,7 +129,7 @@ def _explained(path: str) -> Iterator[None]:
     except StopIteration:  # how datasets greets a .json file without a row
         raise empty(path) from None
     except Exception as error:  # every decompressor and parser fails in its own way at damaged data
-        reason = clipped((str(error.__cause__ or error).strip() or type(error).__name__).split("\n")[0])
+        reason = first_line(error.__cause__ or error)
         if isinstance(error, MemoryError):
             raise UserError(
                 f"a row of {path} does not fit into memory", key="data.path", remedy="give shorter rows, one a line"

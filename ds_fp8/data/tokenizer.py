@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.errors import UserError, clipped, first_line
 from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         kind = PreTrainedTokenizerFast if generic and whole else AutoTokenizer
         return kind.from_pretrained(source, trust_remote_code=False, **where)
     except Exception as error:  # transformers and tokenizers fail in their own ways at damaged files
-        reason = clipped((str(error).strip() or type(error).__name__).splitlines()[0])
+        reason = first_line(error)
         raise UserError(
             f"no tokenizer could be loaded from {clipped(name)} ({reason})",
             key="data.tokenizer",

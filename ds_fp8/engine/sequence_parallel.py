@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.schema import shown
 from ds_fp8.layers.attention.format import PREFIX, is_attention, restore_attention, window_of
 from ds_fp8.layers.attention.sequence_parallel import exchange_of, find_documents
@@ -213,7 +213,7 @@ def _registered(model: nn.Module, name: str, size: int, rows: int) -> Any:
         return ulysses.register(model, name, size, rows)
     except ValueError as error:
         raise UserError(
-            f"DeepSpeed cannot share sequences: {str(error).splitlines()[0]}",
+            f"DeepSpeed cannot share sequences: {first_line(error)}",
             key=KEY,
             remedy='attn_implementation="sdpa" when the model is loaded',
         ) from None

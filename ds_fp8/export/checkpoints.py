@@ -13,7 +13,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from ds_fp8.casts import quantize
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.files import check_writable
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.presets import AXES
@@ -113,7 +113,7 @@ def _model_without_data(config: PretrainedConfig) -> torch.nn.Module:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # transformers fails in its own way at each wrong value
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise UserError(
             f"transformers has no causal language model for this configuration: {reason}",
             remedy="give the folder of the model's configuration",
@@ -151,7 +151,7 @@ def _reading(checkpoint: Path) -> Iterator[None]:
                 remedy='export_engine, or engine.save_16bit_model, in the training; or train with "zero_optimization": '
                 '{"stage": 2}, or "data_types": {"grad_accum_dtype": "bf16"}',
             ) from None
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise UserError(
             f"{checkpoint} is not a complete ZeRO checkpoint: {reason}",
             file=checkpoint,

@@ -21,7 +21,7 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config import registry
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.formats import FORMATS, CastSpec, scale_shape
 from ds_fp8.config.registry import Registry
 from ds_fp8.gemm import cublas, deep_gemm, reference
@@ -126,16 +126,12 @@ def scaled_matmul(
     *,
     backend: str = "reference",
     out_dtype: torch.dtype = torch.bfloat16,
-    fast_accumulation: bool = False,
 ) -> torch.Tensor:
-    """Multiply a [M, K] by b [N, K] transposed, which the backend supports; sum in FP32 and round once.
-
-    `fast_accumulation` lets Hopper's tensor cores sum tensor- and row-wise products in fewer bits.
-    """
+    """Multiply a [M, K] by b [N, K] transposed, which the backend supports; sum in FP32 and round once."""
     # cuBLASLt refuses empty matrices. An empty contraction sums to zeros.
     if 0 in (*a.shape, *b.shape):
         return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.data.device)
-    return BACKENDS[backend].scaled_matmul(a, b, out_dtype, fast_accumulation)
+    return BACKENDS[backend].scaled_matmul(a, b, out_dtype)
 
 
 def why_not_multiplied(
@@ -161,7 +157,7 @@ def _tried(
         what = "its result is wrong"
     # A library that cannot run raises the errors of its parts: RuntimeError, AssertionError, OSError of a compiler.
     except Exception as error:
-        what = getattr(error, "problem", str(error)).partition("\n")[0] or type(error).__name__
+        what = first_line(error) if not isinstance(error, UserError) else error.problem
     (a_format, a_granularity), (b_format, b_granularity) = a, b
     return f"a product of {a_granularity} {a_format} by {b_granularity} {b_format} fails: {what}"
 

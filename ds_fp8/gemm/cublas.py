@@ -47,9 +47,7 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
     return None
 
 
-def scaled_matmul(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
-) -> torch.Tensor:
+def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
     rows, columns = a.shape[0], b.shape[0]
     kinds = F.ScalingType
@@ -68,7 +66,7 @@ def scaled_matmul(
         scaling = (group_scale(a), kinds.BlockWise1x128, group_scale(b), kinds.BlockWise1x128)
     # aligned(b.data).t() is a view: cuBLASLt reads both operands with the contraction contiguous ("TN").
     result = F.scaled_mm(
-        aligned(a.data), aligned(b.data).t(), *scaling, output_dtype=out_dtype, use_fast_accum=fast_accumulation
+        aligned(a.data), aligned(b.data).t(), *scaling, output_dtype=out_dtype, use_fast_accum=False
     )  # fmt: skip
     # Zeros of the padding gave rows and columns of zeros; a slice would keep their memory alive, and be no whole
     # matrix.

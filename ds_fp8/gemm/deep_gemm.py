@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.log import logger
 from ds_fp8.gemm import cublas
@@ -69,7 +69,7 @@ def unavailable() -> str | None:
     try:
         import deep_gemm
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = first_line(error)
         return f"DeepGEMM cannot be loaded with torch {torch.__version__}: {what} (a wheel fits one version of torch)"
     return None if hasattr(deep_gemm, "fp8_gemm_nt") else f"DeepGEMM {deep_gemm.__version__} has no fp8_gemm_nt"
 
@@ -77,12 +77,10 @@ def unavailable() -> str | None:
 unsupported = cublas.unsupported
 
 
-def scaled_matmul(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
-) -> torch.Tensor:
+def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
     product = Product(a.shape[0], b.shape[0], a.shape[1])
     if (a.granularity, b.granularity, out_dtype) != ("1x128", "128x128", torch.bfloat16) or not product.possible:
-        return cublas.scaled_matmul(a, b, out_dtype, fast_accumulation)
+        return cublas.scaled_matmul(a, b, out_dtype)
     return _multiply("fp8_gemm_nt", product, a, (b.data.contiguous(), _packed(b.scale)))
 
 

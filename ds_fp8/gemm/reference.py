@@ -16,9 +16,7 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
     return None
 
 
-def scaled_matmul(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
-) -> torch.Tensor:
+def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N], always summed in FP32.
 
     An FP8 element, and most emulated ones, times a power of two is exact in BF16, so such operands are multiplied in

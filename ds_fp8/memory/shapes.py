@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ds_fp8.config.deepspeed_json import Configuration
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_paragraph
 from ds_fp8.config.files import read_json
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config, section_of
@@ -306,7 +306,7 @@ def _model_config(section: ModelConfig, train: Mapping[str, Any]) -> PretrainedC
         try:
             return AutoConfig.for_model(kind, **values)
         except Exception as error:  # each configuration class validates in its own way
-            problem = f"model.config is refused: {str(error).splitlines()[0]}"
+            problem = f"model.config is refused: {first_paragraph(error)}"
             raise UserError(problem, key="model.config", remedy="change what the message names") from None
     path, init_from = section.path, train.get("init_from")
     if path is None and init_from is None:

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
+from ds_fp8.config.errors import first_line
 from ds_fp8.config.formats import BLOCK, has_power_of_two_scales
 from ds_fp8.gemm import reference
 
@@ -58,7 +59,7 @@ def missing() -> str | None:
     try:
         importlib.import_module("transformer_engine.pytorch.quantization")
     except (ImportError, OSError, RuntimeError) as error:
-        return f"Transformer Engine cannot be loaded: {str(error).splitlines()[0]}"
+        return f"Transformer Engine cannot be loaded: {first_line(error)}"
     return None
 
 
@@ -74,7 +75,7 @@ def differs(device: torch.device) -> str | None:
         try:
             found = scaled_matmul(a, b, torch.float32)
         except (ImportError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
-            return f"Transformer Engine's MXFP8 product fails: {str(error).splitlines()[0] if str(error) else error!r}"
+            return f"Transformer Engine's MXFP8 product fails: {first_line(error)}"
         if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
             return "Transformer Engine's MXFP8 product differs from the reference's"
     return None
@@ -94,9 +95,7 @@ def unsupported_scale(scale: str, granularity: str) -> str | None:
     return f'MXFP8 needs scales that are powers of two, unlike those of type "{scale}" (set "scale": "pow2")'
 
 
-def scaled_matmul(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accumulation: bool = False
-) -> torch.Tensor:
+def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     rows, columns = a.shape[0], b.shape[0]

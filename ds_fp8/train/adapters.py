@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.layers.experts.adapters import of_experts
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.train.stage import Lora
@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
     try:
         model.add_adapter(config, NAME)
     except ValueError as error:
-        problem = f"adapters are refused: {str(error).splitlines()[0]}"
+        problem = f"adapters are refused: {first_line(error)}"
         raise UserError(problem, key="train.lora.targets", remedy='"all-linear", or names such as ["q_proj"]') from None
     for parameter in model.parameters():
         if parameter.requires_grad:

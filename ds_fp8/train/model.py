@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_paragraph
 from ds_fp8.config.log import logger
 from ds_fp8.config.schema import nearest
 from ds_fp8.data import check_embeddings, load_tokenizer
@@ -37,7 +37,6 @@ from ds_fp8.train.stage import Stage
 from ds_fp8.train.stored_model import (
     ModelSource,
     check_trainable,
-    first_line,
     load_stored_model,
     stored_config,
     stored_model,
@@ -230,7 +229,7 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
             model = load_stored_model(_source(stage), config, _options(stage))
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
-            f"the model cannot be built: {first_line(error)}", key="model", remedy="change what the message names"
+            f"the model cannot be built: {first_paragraph(error)}", key="model", remedy="change what the message names"
         ) from None
     # Now, and not at the first step: without it micro-batches would be averaged with the wrong weights, silently.
     forward = inspect.signature(model.forward).parameters
@@ -331,7 +330,9 @@ def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase)
         config = AutoConfig.for_model(kind, **settings)
     except Exception as error:  # each configuration class validates in its own way
         raise UserError(
-            f"model.config is refused: {first_line(error)}", key="model.config", remedy="change what the message names"
+            f"model.config is refused: {first_paragraph(error)}",
+            key="model.config",
+            remedy="change what the message names",
         ) from None
     _check_sizes(config)
     return config
@@ -351,7 +352,7 @@ def _check_sizes(config: PretrainedConfig) -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # each model class fails at a wrong size in its own way
-        refuse(f"model.config does not describe a valid model: {type(error).__name__}: {first_line(error)}")
+        refuse(f"model.config does not describe a valid model: {type(error).__name__}: {first_paragraph(error)}")
     needed, there = sum(tensor.nbytes for tensor in model.parameters()), psutil.virtual_memory().total
     if needed > there:
         refuse(f"the model needs {needed / 2**30:,.0f} GiB, but this machine has {there / 2**30:,.0f}")

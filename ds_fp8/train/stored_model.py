@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_paragraph
 from ds_fp8.config.files import model_of_run
 from ds_fp8.research import munit
 
@@ -114,13 +114,13 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
     except Exception as error:  # transformers fails in its own way at each kind of damage
         if local.is_dir():
             raise UserError(
-                f"{source.path} cannot be used: {first_line(error)}",
+                f"{source.path} cannot be used: {first_paragraph(error)}",
                 key=source.key,
                 remedy="give a model whose class transformers has: code from a model folder is not run",
             ) from None
         raise UserError(
             f"{source.path} is neither a folder with a Hugging Face model nor a model name that can be reached: "
-            f"{first_line(error)}",
+            f"{first_paragraph(error)}",
             key=source.key,
             remedy="check the path or name, and the network for a name; for a gated model accept its terms on its page "
             "and run `hf auth login`",
@@ -175,7 +175,7 @@ def load_with_codes(
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        problem = f"the weights in {source.path} are incomplete or cannot be reached: {first_line(error)}"
+        problem = f"the weights in {source.path} are incomplete or cannot be reached: {first_paragraph(error)}"
         raise UserError(problem, key=source.key, remedy="write, copy or download all of its files again") from None
     except Exception as error:  # every reader fails in its own way at damaged files
         raise UserError(
@@ -223,11 +223,7 @@ def check_complete(folder: str | Path, model: PreTrainedModel, missing: Iterable
 def unreadable(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return "they hold more than tensors, which may be code"
-    return first_line(error)
-
-
-def first_line(error: Exception) -> str:
-    return " ".join(str(error).split("\n\n")[0].split())[:300] or type(error).__name__
+    return first_paragraph(error)
 
 
 def quantization_of(source: ModelSource) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import torch
 from deepspeed import comm as dist
 from torch.distributed import distributed_c10d
 
+from ds_fp8.config.errors import first_line
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.attention import shared as exchanges
 from ds_fp8.zero import streams
@@ -225,7 +226,7 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
         with _equal_numbers() if alike else nullcontext():
             memory = PeerMemory(numel, device, group)
     except RuntimeError as error:
-        problem = str(error).partition("\n")[0]
+        problem = first_line(error)
     problem = _of_any(problem, group)
     if problem is None:
         problem = _of_any(memory.why_wrong(), group)

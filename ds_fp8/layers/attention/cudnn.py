@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_fp8.casts import QuantizedTensor
+from ds_fp8.config.errors import first_line
 from ds_fp8.config.formats import FORMATS
 
 FORWARD, BACKWARD = "e4m3", "e5m2"
@@ -81,7 +82,7 @@ def unavailable() -> str | None:
     try:
         from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
     except (ImportError, OSError, RuntimeError) as error:
-        return f"Transformer Engine cannot be loaded: {str(error).splitlines()[0]}"
+        return f"Transformer Engine cannot be loaded: {first_line(error)}"
     if not {*_MASK, *_BACKWARD_LAYOUT} <= inspect.signature(fused_attn_bwd).parameters.keys():
         return "this Transformer Engine is too old: its attention takes other arguments (2.20 is known to work)"
     try:

@@ -26,6 +26,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_fp8.config.errors import first_line
 from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate_reference
 from ds_fp8.layers.linear.adapters import is_lora, why_not_plain
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate
@@ -298,8 +299,8 @@ def _run(own: type, stand_in: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return inspect.unwrap(own.forward)(stand_in, *args, **kwargs)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else "no message"
-        raise Unfusable(f"its forward could not be tried at a small size ({type(error).__name__}: {reason})") from None
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise Unfusable(f"its forward could not be tried at a small size ({what})") from None
 
 
 def _compare(result: torch.Tensor, expected: torch.Tensor, what: str) -> None:

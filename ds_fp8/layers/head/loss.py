@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.layers.head.cross_entropy import IGNORED, implementation, linear_cross_entropy
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
@@ -190,21 +190,17 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
         try:
             expected = [loss_and_gradients(**more) for more in variants]
         except Exception as error:  # a foreign forward fails in its own way
-            return f"{type(model).__name__} cannot be tried out on hidden states alone ({_first_line(error)})"
+            return f"{type(model).__name__} cannot be tried out on hidden states alone ({first_line(error)})"
         _swap_classes(twin, narrow)
         try:
             got = [loss_and_gradients(**more, skip_logits=True) for more in variants]
         except (TypeError, AttributeError, KeyError) as error:  # what using WithheldLogits raises
-            return f"{type(model).__name__} works on its logits before the loss ({_first_line(error)})"
+            return f"{type(model).__name__} works on its logits before the loss ({first_line(error)})"
     pairs = zip(chain(*got), chain(*expected), strict=True)
     # Gradients too: an equal loss may come from a head that is also trained by something else.
     if any((ours - theirs).norm() > PROBE_TOLERANCE * theirs.norm() for ours, theirs in pairs):
         return f"{type(model).__name__} computes another loss than the cross entropy of its head's logits"
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")[:200] or type(error).__name__
 
 
 def _swap_classes(model: PreTrainedModel, head: nn.Linear) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import deepspeed
-from deepspeed import comm as dist
 from torch import nn
 
 from ds_fp8.config.errors import UserError
@@ -18,7 +17,7 @@ from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
-from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.zero.collectives import WireMeter, reason_of_any
 from ds_fp8.zero.deepspeed.methods import has_optimizer
 from ds_fp8.zero.deepspeed.parameters import (
     fetch_from_host,
@@ -156,7 +155,8 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     why = why_no_graphs(engine, state.config, state.why_no_step)
     if state.step is not None and untrained_parameters(engine):
         why = why or "some parameters have gradients but are not in the optimizer"
-    state.why_no_graphs = _of_any_rank(why)
+    # All ranks capture or none: a captured collective must not meet an eager one of another rank.
+    state.why_no_graphs = reason_of_any(why)
     if state.why_no_graphs is None:
         checked = state.config.graph == "auto"
         health = state.health
@@ -171,11 +171,3 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
         )
         # A layer in BF16 runs other kernels than those that were captured.
         state.health.on_move = state.graphs.reset
-
-
-def _of_any_rank(reason: str | None) -> str | None:
-    """Return the reason of the first rank that has one. Collective."""
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    # All ranks capture or none: a captured collective must not meet an eager one of another rank.
-    dist.all_gather_object(reasons, reason)
-    return next(filter(None, reasons), None)

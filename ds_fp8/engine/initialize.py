@@ -116,7 +116,7 @@ def initialize(
     if fp8.enabled:
         if model is None:
             raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
-        _located(file, preflight.check_parallelism, model, mpu, fp8)
+        _located(file, preflight.check_parallelism, model, mpu)
     # Before the model is converted: an optimizer that is refused leaves the model as it was.
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
     if fp8.enabled:

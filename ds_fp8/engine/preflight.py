@@ -26,7 +26,6 @@ from ds_fp8.config import registry
 from ds_fp8.config.deepspeed_json import ACCUMULATION, Configuration, DeepSpeedValues, known_keys
 from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import flat
-from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest, shown
 from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
 from ds_fp8.zero.deepspeed import versions as deepspeed_versions
@@ -353,10 +352,8 @@ def _check_call(kind: type, arguments: Mapping[str, Any], key: str, refuse: Refu
     return bool(unknown or missing)
 
 
-def check_parallelism(model: nn.Module, mpu: Any, fp8: FP8Config) -> None:
+def check_parallelism(model: nn.Module, mpu: Any) -> None:
     """Raise UserError for models and process groups of DeepSpeed's that have not been tried with FP8."""
-    if not fp8.enabled:
-        return
     remedy = 'use ZeRO stage 3 alone, or "fp8": {"enabled": false}'
     splits = ["get_tensor_model_parallel_world_size", "get_slice_parallel_world_size"]
     if not hasattr(mpu, "get_sequence_parallel_world_size"):  # whose "model parallel" ranks share a sequence

@@ -218,7 +218,7 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
     gpus = {place.gpu for place in places}
     if len(gpus) < len(places):
         return "several ranks share a GPU"
-    problem = _of_any(_why_unreadable(device.index, visible, gpus), group)
+    problem = reason_of_any(_why_unreadable(device.index, visible, gpus), group)
     if problem is not None:
         return problem
     memory, alike = None, len({place.index for place in places}) < len(places)
@@ -227,17 +227,17 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
             memory = PeerMemory(numel, device, group)
     except RuntimeError as error:
         problem = first_line(error)
-    problem = _of_any(problem, group)
+    problem = reason_of_any(problem, group)
     if problem is None:
-        problem = _of_any(memory.why_wrong(), group)
+        problem = reason_of_any(memory.why_wrong(), group)
     return memory if problem is None else problem
 
 
-def _of_any(problem: str | None, group: object) -> str | None:
-    """Return the problem of the first rank that has one. Collective."""
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    return next(filter(None, problems), None)
+def reason_of_any(reason: str | None, group: object = None) -> str | None:
+    """Return the reason of the first rank that has one, on all ranks of a group. Collective."""
+    reasons: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, reason, group=group)
+    return next(filter(None, reasons), None)
 
 
 def _why_unreadable(device: int, visible: tuple[str, ...], gpus: set[str]) -> str | None:

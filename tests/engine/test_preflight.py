@@ -13,7 +13,6 @@ from torch import nn
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine import preflight
 from ds_fp8.engine.preflight import check, check_launch, check_parallelism, check_trains
 
@@ -247,15 +246,14 @@ def test_what_the_optimizer_takes_is_accepted(raw):
 )
 def test_tensors_split_over_ranks_are_refused(name):
     with pytest.raises(UserError, match="tensor parallelism"):
-        check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 2}), FP8Config())
-    check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 1}), FP8Config())
-    check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 2}), FP8Config(enabled=False))
+        check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 2}))
+    check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 1}))
 
 
 def test_sequences_split_over_ranks_are_not():
     """As DeepSpeed-Ulysses' own mpu, which calls the ranks of a sequence model-parallel."""
     groups = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2, get_model_parallel_world_size=lambda: 2)
-    check_parallelism(LINEAR, groups, FP8Config())
+    check_parallelism(LINEAR, groups)
 
 
 def pipeline_and_experts():
@@ -265,7 +263,7 @@ def pipeline_and_experts():
         nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2)),
     ):
         try:
-            check_parallelism(model, None, FP8Config())
+            check_parallelism(model, None)
         except UserError as error:
             refusals.append(str(error))
     return refusals

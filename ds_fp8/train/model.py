@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,7 @@ from ds_fp8.data.tokenizer import embeddings_needed
 from ds_fp8.export.folder import make_savable
 from ds_fp8.graphs.host_checkpoints import keep_on_host
 from ds_fp8.research import munit
-from ds_fp8.train import packed_attention
+from ds_fp8.train import packed_attention, trial
 from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.checkpoints import hashes_of
 from ds_fp8.train.evaluation import Alone
@@ -219,6 +218,8 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
 
     Stored weights are read to the CPU; untrained ones are drawn on the GPU where there is room for all of them.
     """
+    # Now, and not at the first step: else micro-batches would be averaged with the wrong weights, silently.
+    trial.check_rows(config, stage.model.attn_implementation)
     # Right before the weights are drawn, whatever random numbers were used until here.
     torch.manual_seed(stage.train.seed)
     try:
@@ -231,15 +232,6 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
         raise UserError(
             f"the model cannot be built: {first_paragraph(error)}", key="model", remedy="change what the message names"
         ) from None
-    # Now, and not at the first step: without it micro-batches would be averaged with the wrong weights, silently.
-    forward = inspect.signature(model.forward).parameters
-    if not {"num_items_in_batch", "kwargs"} & set(forward):
-        raise UserError(
-            f"{type(model).__name__} does not take num_items_in_batch, so its loss cannot be averaged per token over "
-            "ranks and micro-batches",
-            key="model",
-            remedy="use a causal language model of transformers that passes keyword arguments to its loss",
-        )
     # Now, for at the end save_pretrained would refuse it.
     if left_out := make_savable(model.generation_config):
         logger.info("note: %s", left_out)

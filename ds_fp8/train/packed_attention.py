@@ -43,9 +43,9 @@ LARGEST_HEAD = 256
 """Features of a head up to which the variable-length kernel works."""
 
 
-def register() -> None:
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, packed_mask)
+def register(name: str = NAME) -> None:
+    AttentionInterface.register(name, packed_attention)
+    AttentionMaskInterface.register(name, packed_mask)
 
 
 def packed_mask(

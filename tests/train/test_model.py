@@ -4,11 +4,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_tokenizer
-from ds_fp8.train import load_stage
+from ds_fp8.train import load_stage, trial
 from ds_fp8.train.model import build_model, load_model_config
 from tests.corpus import MAKE
 
@@ -144,3 +144,62 @@ def test_a_tokenizer_other_than_the_stored_models_is_refused(load, tmp_path):
     with pytest.raises(UserError, match="assigns other token ids") as caught:
         load_model_config(stage, other)
     assert caught.value.key == "data.tokenizer"
+
+
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 600,
+}
+"""Of models of which a few layers are tried."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "sees"),
+    [
+        *[("llama", attention, False) for attention in ("packed", "sdpa", "eager", "flex_attention")],
+        ("gemma3_text", "packed", False),
+        ("opt", "packed", True),  # takes no positions
+        ("gpt_oss", "packed", True),  # makes its mask without them
+        ("mamba", "packed", True),  # mixes tokens by a state
+        ("falcon", "eager", True),
+    ],
+)
+def test_documents_that_see_each_other_are_told(architecture, attention, sees, monkeypatch):
+    said = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(trial.logger, level, lambda message, *names: said.append(message % names))
+    trial.check_rows(AutoConfig.for_model(architecture, **SIZES), attention)
+    assert len(said) == sees
+    assert all("documents of a row see those before them" in line for line in said)
+
+
+def test_a_trial_changes_nothing():
+    config = AutoConfig.for_model("llama", **SIZES)
+    before, state = config.to_dict(), torch.get_rng_state()
+    trial.check_rows(config, "packed")
+    assert config.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "words"),
+    [
+        ("falcon", "model.attn_implementation", '"eager"'),
+        ("bart", "model", "does not divide its loss by num_items_in_batch"),  # computes its loss by itself
+    ],
+)
+def test_models_that_a_stage_cannot_train_are_refused(architecture, key, words):
+    with pytest.raises(UserError) as caught:
+        trial.check_rows(AutoConfig.for_model(architecture, **SIZES), "packed")
+    assert caught.value.key == key
+    assert words in str(caught.value)
+
+
+def test_a_model_that_cannot_be_tried_is_said_so(monkeypatch):
+    said = []
+    monkeypatch.setattr(trial.logger, "info", lambda message, *names: said.append(message % names))
+    trial.check_rows(AutoConfig.for_model("vit", hidden_size=64, num_attention_heads=4), "packed")
+    assert ["could not be tried with" in line for line in said] == [True]

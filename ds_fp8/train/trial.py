@@ -1,0 +1,115 @@
+"""A few layers of a model, tried on the CPU before it is built: what a stage relies on, and models may not do.
+
+A stage gives a model rows of several documents, which `position_ids` alone tell apart, and the number that the loss is
+to be divided by. Models may ignore either without a word: where a mask is made without positions, or tokens are mixed
+by a convolution or a state, documents see those before them; where keyword arguments are swallowed, micro-batches are
+averaged with the wrong weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ds_fp8.config.errors import UserError, first_paragraph
+from ds_fp8.config.log import logger
+from ds_fp8.train import packed_attention
+
+LAYERS, LENGTH, VOCABULARY, WIDTH = 2, 16, 512, 256
+"""Of the copy: its layers, tokens of each of two documents in a row, its vocabulary, and the width of its MLPs."""
+_OWN_NAME = "ds_fp8_trial"
+TOLERANCE = 1e-3
+"""Of relative differences in FP32, where sums may have another order."""
+
+
+def check_rows(config: PretrainedConfig, attention: str) -> None:
+    """Try a model's rows and loss; say where documents of a row see each other, or that it could not be tried.
+
+    Args:
+        config: Of the model, whose copy has its sizes but for LAYERS, VOCABULARY and WIDTH.
+        attention: The attention implementation of the stage.
+
+    Raises:
+        UserError: The attention cannot be computed "packed", or the loss is not divided by what it is given.
+    """
+    attention = "sdpa" if attention == "flex_attention" else attention  # the same masks, and nothing to compile
+    name = config.model_type
+    try:
+        model = _copy(config, attention)
+        name = type(model).__name__
+        ignores = not {"num_items_in_batch", "kwargs"} & set(inspect.signature(model.forward).parameters)
+        if not ignores:
+            row, other = _rows()
+            (loss, logits), (half, _), (_, behind_another) = (
+                _forward(model, row),
+                _forward(model, row, items=2),
+                _forward(model, other),
+            )
+            ignores = not torch.allclose(loss, 2 * half, rtol=TOLERANCE)
+    except Exception as error:  # each model class fails in its own way
+        if attention == packed_attention.NAME and _works(config, "eager"):
+            raise UserError(
+                f'attention "packed" cannot be computed in {name}',
+                key="model.attn_implementation",
+                remedy='"attn_implementation": "eager"',
+            ) from None
+        logger.info("note: rows of several documents could not be tried with %s: %s", name, first_paragraph(error))
+        return
+    if ignores:
+        raise UserError(
+            f"{name} does not divide its loss by num_items_in_batch, so it cannot be averaged per token over ranks and "
+            "micro-batches",
+            key="model",
+            remedy="use a causal language model of transformers that passes keyword arguments to its loss",
+        )
+    if (logits - behind_another).norm() > TOLERANCE * logits.norm():
+        logger.warning("note: documents of a row see those before them: %s does not tell them apart by positions", name)
+
+
+def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    for key, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == layers:  # a kind for each layer
+            setattr(text, key, value[:LAYERS])
+        if key in ("intermediate_size", "moe_intermediate_size") and not hasattr(text, "conv_kernel"):
+            setattr(text, key, min(value, WIDTH))  # of an MLP, which mixes no tokens, and is most of a layer
+        if key.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
+            setattr(text, key, None)
+    text.num_hidden_layers, text.vocab_size = min(layers, LAYERS), VOCABULARY
+    if hasattr(text, "output_router_logits"):
+        text.output_router_logits = False  # another loss beside that of the labels
+    if attention == packed_attention.NAME:
+        # Under a name of its own: an engine of this process may have put an exchange with other ranks around the other.
+        attention = _OWN_NAME
+        packed_attention.register(attention)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+
+
+def _rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two rows of two documents, of which only the first ones differ, [1, 2 * LENGTH]."""
+    generator = torch.Generator().manual_seed(0)
+    document, one, other = torch.randint(3, VOCABULARY, (3, 1, LENGTH), generator=generator)
+    return torch.cat([one, document], 1), torch.cat([other, document], 1)
+
+
+@torch.no_grad()
+def _forward(model: torch.nn.Module, tokens: torch.Tensor, items: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss, and the logits of the second document."""
+    positions = torch.arange(LENGTH).repeat(2)[None]
+    given = {"input_ids": tokens, "labels": tokens, "position_ids": positions, "use_cache": False}
+    output = model(**given, num_items_in_batch=torch.tensor(float(items)))
+    return output.loss, output.logits[:, LENGTH:]
+
+
+def _works(config: PretrainedConfig, attention: str) -> bool:
+    try:
+        _forward(_copy(config, attention), _rows()[0])
+    except Exception:
+        return False
+    return True

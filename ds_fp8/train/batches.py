@@ -29,7 +29,8 @@ class StepBatches:
 
     batches: list[Batch]
     items: torch.Tensor
-    """FP32 []: what the summed loss of each micro-batch is divided by (`BatchesAhead`)."""
+    """FP32 []: what the summed loss of each micro-batch is divided by, the step's label tokens over its micro-batches
+    on all ranks: the mean of these is the step's mean loss per token, however unevenly label tokens are spread."""
     tokens: int
     """Tokens over all ranks, padding included."""
 
@@ -51,18 +52,15 @@ class BatchesAhead:
     Every rank counts the label tokens of the whole step itself, from the rows that all ranks have: no collective.
     """
 
-    def __init__(self, stage: Stage, data: StageData, device: torch.device, loss_share: int):
+    def __init__(self, stage: Stage, data: StageData, device: torch.device):
         """Begin with nothing built.
 
         Args:
             stage: Sizes of batches, and the seed of their order.
             data: Where rows come from; the same on all ranks.
             device: Where batches are wanted.
-            loss_share: Ranks times accumulation steps. A micro-batch's summed loss, divided by label tokens of the step
-                over this, and averaged over ranks and accumulation steps as DeepSpeed does, is the mean loss per token
-                of the whole step, however unevenly the label tokens are spread.
         """
-        self._stage, self._data, self._device, self._loss_share = stage, data, device, loss_share
+        self._stage, self._data, self._device = stage, data, device
         # One thread: batches are built in order, and reading memory-mapped tokens releases the interpreter's lock.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[int, Future[StepBatches]] | None = None
@@ -85,7 +83,7 @@ class BatchesAhead:
         # Of all rows of the step, not of this rank's: every rank divides by the same number.
         labels = torch.tensor(sum(map(dataset.label_tokens, rows)), dtype=torch.float32)
         # Without a label token the summed loss is 0; divided by the smallest number it stays 0 and not NaN.
-        items = labels.clamp_min(torch.finfo(torch.float32).tiny) / self._loss_share
+        items = labels.clamp_min(torch.finfo(torch.float32).tiny) / (dist.get_world_size() * len(plans[0]))
         built = StepBatches(
             _own_batches(stage, dataset, plans),
             items,

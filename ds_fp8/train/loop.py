@@ -66,8 +66,7 @@ class Steps:
 
     def __init__(self, stage: Stage, data: StageData, engine: deepspeed.DeepSpeedEngine):
         self._stage, self._engine = stage, engine
-        self._loss_share = dist.get_world_size() * engine.gradient_accumulation_steps()
-        self._batches = BatchesAhead(stage, data, engine.device, self._loss_share)
+        self._batches = BatchesAhead(stage, data, engine.device)
         self._process_bytes = begin_peak_memory()
         self._losses: list[torch.Tensor] = []
         self._tokens, self._learning_rate, self._started = 0, 0.0, 0.0
@@ -95,15 +94,18 @@ class Steps:
         self._learning_rate = engine.get_lr()[0]
         # FP64: the sum over micro-batches rounds nothing that shows.
         loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+        # Steps made by tokens have as many micro-batches as they need, and DeepSpeed divides by the configured number.
+        # What a model adds to the loss of the labels (mixtures) is averaged over micro-batches, too.
+        count = len(step.batches)
+        share = engine.gradient_accumulation_steps() / count
         for index, batch in enumerate(step.batches, start=1):
-            # Steps made by tokens have as many micro-batches as they need.
-            engine.set_gradient_accumulation_boundary(index == len(step.batches))
+            engine.set_gradient_accumulation_boundary(index == count)
             micro_loss = engine(**batch, use_cache=False, num_items_in_batch=step.items).loss
-            engine.backward(micro_loss)
+            engine.backward(micro_loss if share == 1 else micro_loss * share)
             engine.step()
             loss += micro_loss.detach().double()
         # Kept on the device: `.item()` here would make the host wait for the step before it enqueues the next.
-        self._losses.append(loss)
+        self._losses.append(loss / (count * dist.get_world_size()))
         self._tokens += step.tokens
 
     def read(self) -> Reading:
@@ -113,7 +115,7 @@ class Steps:
         # One collective for the losses of all steps since the last reading.
         dist.all_reduce(losses)
         # The losses are read first: the clock stops when all of the steps is done.
-        means = [loss / self._loss_share for loss in losses.tolist()]
+        means = losses.tolist()
         seconds = (time.perf_counter() - self._started) / count
         most = torch.tensor(
             [peak_memory_bytes(engine.device), reserved_memory_bytes(engine.device), seconds],

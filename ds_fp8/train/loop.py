@@ -192,6 +192,7 @@ class TrainingLoop:
         config = self.stage.train
         self.step, self.data_step = state.step, state.data_step
         self.engine.fp8.monitor.steps = state.step  # the same steps are measured as without a stop
+        self.health.go_to(state.step)
         # With the losses from before the stop: a resumed run judges the next loss as an uninterrupted one would.
         self.spikes = SpikeDetector(config.spike_window, config.spike_threshold, state.losses)
 
@@ -258,7 +259,6 @@ class TrainingLoop:
         logger.info(f"{line}; back to step {state.step}, its data of {self.step - state.step} steps left out")
         self.log.go_back(state.step)
         self.log.append({"step": state.step, "event": "rollback", "score": spike.score, "from_step": self.step})
-        self.health.rolled_back(state.step)
         self.saved, self.rollbacks = state, self.rollbacks + 1
         self._go_to(state)
         return True

@@ -30,6 +30,7 @@ from ds_fp8.monitor.records import (
     Record,
     health_curves,
     health_record,
+    layers_in_bf16,
     routing_curves,
     routing_record,
 )
@@ -161,8 +162,12 @@ class RunHealth:
         if report.moved:
             self._log_layers(step)
 
-    def rolled_back(self, step: int) -> None:
-        if self._health is not None and self._health.layers_in_bf16:
+    def go_to(self, step: int) -> None:
+        """Log the layers in BF16 where the records up to step `step`, whose checkpoint is loaded, name others.
+
+        They do after a rollback, which leaves moved layers in BF16, and in a run that begins with another's state.
+        """
+        if self._health is not None and self._health.layers_in_bf16 != layers_in_bf16(self._log.records):
             self._log_layers(step)
 
     def _log_layers(self, step: int) -> None:

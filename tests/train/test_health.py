@@ -223,6 +223,15 @@ def test_a_run_logs_its_health_and_resumes_with_the_same_layers_in_bf16(ranks, t
     moved = tuple(f"{layer}." for layer in layers)
     assert not any(f"{site}.".startswith(moved) for site in last["health"]["sites"])
 
+    # Another run that goes on from there has them in BF16 before it measures anything, and says so in its report.
+    others = [f"train.run_dir={tmp_path / 'branch'}", f"train.resume={tmp_path / 'run' / 'checkpoints' / 'step_6'}"]
+    branch = ranks(2, run_stage, file, [*others, "train.steps=2", "fp8.monitor.every=0"])[0]
+    assert layers_in_bf16(branch) == layers
+    assert [record["step"] for record in branch if record.get("event") == "fallback"] == [0]
+    main(["report", str(tmp_path / "branch")])
+    verdict = json.loads((tmp_path / "branch" / "summary.json").read_text())["verdict"]
+    assert verdict.startswith(f"Needs a look: {len(layers)} layers moved to BF16")
+
 
 MIXTURE = {
     "model_type": "qwen3_moe",

@@ -19,6 +19,7 @@ from ds_fp8.report.runs import KINDS, Comparison, RunRecord
 from ds_fp8.report.verdict import (
     LEVELS,
     LOSSES,
+    NO_TWINS,
     TOLERANCE,
     TRAINED,
     WEIGHTS,
@@ -29,6 +30,7 @@ from ds_fp8.report.verdict import (
     healthy,
     judge_point,
     mean_gap,
+    none_trained,
     runs_of,
     seed_noise,
 )
@@ -214,13 +216,18 @@ def grid_of(points: Points) -> list[Comparison]:
 
 
 def judge_grid(points: Points, tolerance: float = TOLERANCE) -> tuple[Verdict, dict[str, Verdict]]:
-    """Return the verdict on all points together, which is that of the worst, and on each."""
+    """Return the verdict on all points together, which is that of the worst at which a run trained, and on each."""
     grid = grid_of(points)
     verdicts = {point: judge_point(found, grid, tolerance) for point, found in points.items()}
     if len(verdicts) == 1:
         return next(iter(verdicts.values())), verdicts
-    level = max((verdict.level for verdict in verdicts.values()), key=LEVELS.index)
-    those = [point for point, verdict in verdicts.items() if verdict.level == level]
+    # A setting with which neither trains says nothing about FP8, and leaves the verdict to the others.
+    idle = [point for point, found in points.items() if none_trained(found, grid)]
+    counted = {point: verdict for point, verdict in verdicts.items() if point not in idle}
+    if not counted:
+        return Verdict("undecided", NO_TWINS), verdicts
+    level = max((verdict.level for verdict in counted.values()), key=LEVELS.index)
+    those = [point for point, verdict in counted.items() if verdict.level == level]
     where = f"all {len(verdicts)} points" if len(those) == len(verdicts) else f"{len(those)} of {len(verdicts)} points"
     words = {
         "good": f"FP8 is no worse than BF16 at {where}",
@@ -228,7 +235,8 @@ def judge_grid(points: Points, tolerance: float = TOLERANCE) -> tuple[Verdict, d
         "bad": f"FP8 is worse than BF16 at {where}",
     }[level]
     named = "" if level == "good" else f": {'; '.join(those)}"
-    return Verdict(level, f"{words}{named}."), verdicts
+    untrained = f" No run trained at {'; '.join(idle)}." if idle else ""
+    return Verdict(level, f"{words}{named}.{untrained}"), verdicts
 
 
 def compare(points: Points, tolerance: float = TOLERANCE) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Verdict:
 
 
 NO_COMPARISON = Verdict("bad", "No comparison: a final loss is missing or not finite.")
+NO_TWINS = "Undecided: FP8 diverges no more often than BF16, and no twins are left to compare."
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,17 @@ def judge_point(comparisons: Sequence[Comparison], grid: Sequence[Comparison], t
         return Verdict("bad", "FP8 diverges more often than BF16.", counts)
     kept = healthy(comparisons, grid)
     if not kept:
-        return Verdict("good", "FP8 diverges no more often than BF16, and no twins are left to compare.", counts)
+        return Verdict("undecided", NO_TWINS, counts)
     verdict = judge_seeds(kept, tolerance)
     return verdict if len(kept) == len(comparisons) else replace(verdict, figures=f"{verdict.figures}; {counts}")
 
 
 def healthy(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> list[Comparison]:
     return [each for each in comparisons if not any(diverged(run, grid) for run in each.columns.values())]
+
+
+def none_trained(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> bool:
+    return all(diverged(run, grid) for each in comparisons for run in each.columns.values())
 
 
 def diverged(run: RunRecord, grid: Sequence[Comparison]) -> bool:

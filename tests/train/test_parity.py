@@ -240,7 +240,19 @@ def test_a_grid_tells_divergence_and_spikes(tmp_path):
 def test_points_at_which_neither_trains_do_not_fail(tmp_path):
     verdict, each = judge_grid(grid_in(tmp_path, {key: 6.0 for key in ALL if key[1] == 0.004}))
     assert verdict.passed
+    assert verdict.headline == "FP8 is no worse than BF16 at 1 of 2 points. No run trained at lr 0.004."
+    assert each["lr 0.004"].level == "undecided"
     assert "no twins are left" in each["lr 0.004"].headline
+
+
+def test_nothing_is_said_where_no_twins_trained(tmp_path):
+    lost = grid_in(tmp_path / "all", dict.fromkeys(ALL))
+    one_twin_each = runs_of(tmp_path / "one", [None, 2.0], [2.0, None])
+    for points in (lost, {"": lost["lr 0.004"]}, {"": one_twin_each}):
+        figures = compare(points)
+        assert not figures["passed"]
+        assert "no twins are left" in figures["verdict"]
+        assert not any(point["passed"] for point in figures["points"].values())
 
 
 @pytest.mark.parametrize("losses", [{("fp8", 0.004, 5): None}, {}, dict.fromkeys(ALL)])
@@ -376,7 +388,7 @@ def test_a_whole_grid_and_the_same_again_without_training(tiny, write, cache_hom
     for _ in range(2):
         ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr[-2000:]
-        assert "FP8 is no worse than BF16 at all 2 points." in ran.stdout
+        assert "FP8 is no worse than BF16 at 1 of 2 points. No run trained at lr 1.0." in ran.stdout
     behind = list((tmp_path / "out" / LONGER).glob("*/*/result.json"))
     assert ran.stdout.count("finished before") == 4 + len(behind)
     figures = json.loads((tmp_path / "out" / "parity.json").read_text())

@@ -67,10 +67,11 @@ def main() -> int:
 
     from rich.console import Console
 
-    from ds_fp8.report.parity import point_folder
+    from ds_fp8.report.parity import point_folders
     from ds_fp8.train.stored_model import ModelSource, stored_config
 
     points = read_points(arguments)
+    folders = {} if arguments.out is None else point_folders(points)
     raws = {point: _configuration(arguments, changes) for point, changes in points.items()}
     configs = {point: _casts(raw, arguments) for point, raw in raws.items()}
     console = Console(highlight=False, soft_wrap=True)
@@ -90,7 +91,7 @@ def main() -> int:
             fragment = {"fp8": {"linear": {"overrides": proposed}}}
             console.print(f"in the JSON: {json.dumps(fragment)}", markup=False)
         if arguments.out is not None:
-            folder = arguments.out / point_folder(point)
+            folder = arguments.out / folders[point]
             folder.mkdir(parents=True, exist_ok=True)
             _write(folder / "sensitivity.json", figures, console)
             if proposed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb
 from pathlib import Path
@@ -81,21 +81,33 @@ def point_folder(point: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", point).strip("._")[:100]
 
 
+def point_folders(points: Iterable[str]) -> dict[str, str]:
+    """Return the folder's name of every point; points whose names make the same folder are refused."""
+    owners: dict[str, str] = {}
+    for point in points:
+        other = owners.setdefault(point_folder(point), point)
+        if other != point:
+            raise UserError(
+                f'"{other}" and "{point}" have the same folder',
+                remedy="names that differ in their first 100 letters and digits, or another --out for one of them",
+            )
+    return {point: folder for folder, point in owners.items()}
+
+
 def twins_of(points: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[tuple[Cell, Cell]]:
     """Return the run in FP8 of every point (its changes KEY=VALUE by its name) and seed, and its twin in BF16.
 
-    Points that differ in "fp8" keys alone have the same twin; names of points that make the same folder are refused.
+    Points that differ in "fp8" keys alone have the same twin; names of runs that make the same folder are refused.
     """
-    result, folders = [], {}
+    result = []
     for point, changes in points.items():
-        other = folders.setdefault(point_folder(point), point)
-        if other != point:
-            raise UserError(f'the points "{other}" and "{point}" have the same folder', remedy="give each its own name")
         plain = tuple(change for change in changes if not change.startswith("fp8."))
         in_bf16 = point if plain and len(plain) == len(changes) else ", ".join(plain)
         result += [
             (Cell(KINDS[0], seed, point, tuple(changes)), Cell(KINDS[1], seed, in_bf16, plain)) for seed in seeds
         ]
+    for of_one_kind in zip(*result, strict=True):
+        point_folders(cell.point for cell in of_one_kind)
     return result
 
 

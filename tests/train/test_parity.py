@@ -349,9 +349,22 @@ def test_grids_that_cannot_be_compared(tiny, write, monkeypatch, tmp_path, optio
     assert caught.value.key == key
 
 
-def test_points_of_one_folder_are_refused():
-    with pytest.raises(UserError, match="same folder"):
-        twins_of({"a b": (), "a_b": ("train.log_every=2",)}, [1])
+DEEP = f"data.path={'folder/' * 14}"
+"""Longer than what a folder is named by."""
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        {"a b": (), "a_b": ("train.log_every=2",)},
+        # Of their own the points have short names; their twins in BF16 are named by these changes.
+        {name: ("fp8.preset=coat", f"{DEEP}{name}.jsonl") for name in ("a", "b")},
+    ],
+)
+def test_points_of_one_folder_are_refused(points):
+    with pytest.raises(UserError, match="same folder") as caught:
+        twins_of(points, [1])
+    assert caught.value.remedy
 
 
 def test_fp8_that_ends_above_bf16_is_trained_again(tiny, write, tmp_path, monkeypatch, capsys):

@@ -211,6 +211,13 @@ def test_the_command_over_a_grid(run, folder, tmp_path, capsys):
         assert stage["fp8"]["linear"]["overrides"] == alone["proposal"]["overrides"]
 
 
+def test_points_of_one_folder_do_not_overwrite_each_other(folder, tmp_path):
+    grid = ["--grid", 'fp8.linear.overrides={"*q_proj": "bf16"},{"q_proj": "bf16"}', "--out", str(tmp_path / "out")]
+    with pytest.raises(UserError, match="same folder"):
+        main(["sensitivity", str(folder), str(folder / "text.txt"), "--rows", "2", "--length", "41", *grid])
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("file", "options", "key"),
     [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ds_fp8
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.config.files import apply_override, check_writable, read_json
+from ds_fp8.config.files import apply_override, check_writable, flat, read_json
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 
 if TYPE_CHECKING:
@@ -171,8 +171,11 @@ def add_grid(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", metavar="FILE", help="file with a grid or with named points")
 
 
-def read_points(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Return the changes KEY=VALUE of every point by its name; without a grid the stage itself, named ""."""
+def read_points(arguments: argparse.Namespace, own: Mapping[str, str] | None = None) -> dict[str, tuple[str, ...]]:
+    """Return the changes KEY=VALUE of every point by its name; without a grid the stage itself, named "".
+
+    Points may not change the keys in `own`, which the command sets for every run; beside each is the remedy.
+    """
     from ds_fp8.memory.sweep import GPUS, read_sweep
 
     varied, points = {change.partition("=")[0] for change in arguments.set}, []
@@ -185,4 +188,7 @@ def read_points(arguments: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         raise UserError(
             "a comparison runs every point with FP8 and with BF16 already", key="fp8.enabled", remedy="leave it out"
         )
+    changed = {key for point in points for key, _ in flat(point.settings)}
+    if own and (refused := next((key for key in own if key in changed), None)):
+        raise UserError("a comparison sets this itself, for every run", key=refused, remedy=own[refused])
     return {point.name: tuple(point.overrides(measuring=False)) for point in points} or {"": ()}

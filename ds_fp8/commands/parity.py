@@ -42,6 +42,18 @@ if TYPE_CHECKING:
     from ds_fp8.report.page import Table
     from ds_fp8.train import Stage
 
+SAVED_ONCE = "leave it out: runs of a comparison are saved at their end alone"
+SET_HERE = {
+    "train.seed": "--seeds 3, and --set train.seed=1 for the first of them",
+    "train.steps": "--steps 500; for every other length another --out",
+    "train.epochs": "--steps 500: the length of every run",
+    "train.run_dir": "--out FOLDER",
+    "train.eval_every": "--evaluations 10: so many in every run",
+    "train.save_every": SAVED_ONCE,
+    "train.keep_best": SAVED_ONCE,
+}
+"""Keys that `parity.run_overrides` sets whatever a point says, and what to give instead."""
+
 
 def main() -> int:
     parser = parser_of(__doc__)
@@ -66,7 +78,7 @@ def main() -> int:
 
     file, ranks = stage_file(arguments), arguments.gpus or torch.cuda.device_count() or 1
     stage = load_stage(file, arguments.set, ranks)
-    points = read_points(arguments)
+    points = read_points(arguments, SET_HERE)
     stages = {point: load_stage(file, [*arguments.set, *changes], ranks) for point, changes in points.items()}
     twins = parity.twins_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
     stages = {point: _with_length(stage) for point, stage in stages.items()}

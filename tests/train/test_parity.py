@@ -339,6 +339,8 @@ def test_points_that_differ_in_fp8_keys_alone_have_one_twin_in_bf16(tiny, write,
         (["--grid", "fp8.enabled=true,false"], "fp8.enabled"),
         (["--set", "fp8.enabled=false"], "fp8.enabled"),
         (["--grid", "fp8.preset=infir2,infir3"], "fp8.preset"),
+        *((["--grid", f"{key}=7,8"], key) for key in command.SET_HERE),
+        (["--grid", 'train.schedule={"type": "constant"}', "--grid", 'train={"seed": 7}'], "train.seed"),
     ],
 )
 def test_grids_that_cannot_be_compared(tiny, write, monkeypatch, tmp_path, options, key):
@@ -347,6 +349,14 @@ def test_grids_that_cannot_be_compared(tiny, write, monkeypatch, tmp_path, optio
     with pytest.raises(UserError) as caught:
         command.main()
     assert caught.value.key == key
+    assert caught.value.remedy
+
+
+def test_what_a_run_is_told_in_spite_of_its_point_is_refused_in_points(tiny, write, tmp_path):
+    stage = load_stage(write(tiny))
+    told = {change.partition("=")[0] for change in run_overrides(stage, Cell("fp8", 5), 400, 10, tmp_path)}
+    by_the_point = {"train.spike", "train.schedule.warmup"}  # the run has what its point says, or in proportion to it
+    assert told - by_the_point == {"fp8.enabled", *command.SET_HERE}
 
 
 DEEP = f"data.path={'folder/' * 14}"

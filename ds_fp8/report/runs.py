@@ -9,11 +9,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ds_fp8.config.deepspeed_json import TRAIN_BATCH
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat, read_json
+from ds_fp8.engine.sequence_parallel import sequence_parallel_size
 from ds_fp8.train.metrics import BF16_LOSS, read_metrics
-from ds_fp8.train.run_folder import CONFIG, METRICS, RESULT, Invalid, read_object
+from ds_fp8.train.run_folder import BATCH_KEYS, CONFIG, FREE, METRICS, RESULT, Invalid, read_object
+from ds_fp8.train.stage import resolve_batch
 
+_STARTS = ("train.init_from", "train.resume")
+_FREE_IN_TWINS = {
+    *FREE,
+    *("fp8", *_STARTS, "train.eval_bf16", "train.compact_checkpoints"),
+} - {
+    *("train.steps", "train.epochs", "train.spike", "train.spike_threshold"),
+    *("train.eval_batches", "train.exact_match_problems", "train.max_new_tokens"),
+}
+"""Keys and sections in which a run in FP8 and its twin in BF16 may differ: casts, paths, what is saved and written."""
 KINDS = ("fp8", "bf16")
 """Folders of a comparison: FP8 runs in fp8/NAME, their BF16 twins in bf16/NAME."""
 
@@ -43,6 +55,14 @@ class RunRecord:
         """Return "fp8" or "bf16": that also of a run whose overrides leave no linear in FP8."""
         report = self.result["fp8"]
         return "fp8" if report["enabled"] and report.get("fp8_linears") != 0 else "bf16"
+
+    @property
+    def global_batch(self) -> int | None:
+        """Return the rows of a step, None where the configuration does not tell."""
+        try:
+            return resolve_batch(self.config, self.result["ranks"] // sequence_parallel_size(self.config) or 1)[0]
+        except UserError:
+            return None
 
     @property
     def label(self) -> str:
@@ -110,6 +130,25 @@ class Comparison:
         ours, theirs = dict(flat(self.run.config)), dict(flat(self.twin.config))
         keys = [key for key in dict.fromkeys([*ours, *theirs]) if key not in ("train.run_dir", "train.init_from")]
         return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
+
+    def differences_of_no_twins(self) -> list[tuple[str, Any, Any]]:
+        """Return the differences beside which a gap says nothing about FP8; none where a configuration is missing.
+
+        A batch may be divided in another way, of which BF16, with its larger memory, may have need.
+        """
+        if self.twin is None or not (self.run.config and self.twin.config):
+            return []
+        found = [
+            each
+            for each in self.differences()
+            if each[0] not in BATCH_KEYS and not {each[0], each[0].partition(".")[0]} & _FREE_IN_TWINS
+        ]
+        ours, theirs = (dict(flat(run.config)) for run in (self.run, self.twin))
+        # Twins of a second stage each go on from their own first one; one that begins anew is no twin.
+        starts = [(key, ours.get(key), theirs.get(key)) for key in _STARTS]
+        found += [each for each in starts if (each[1] is None) != (each[2] is None)]
+        batches = self.run.global_batch, self.twin.global_batch
+        return found if None in batches or batches[0] == batches[1] else [*found, (TRAIN_BATCH, *batches)]
 
 
 def find(folders: Iterable[Path]) -> list[Comparison]:

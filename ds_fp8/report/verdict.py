@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
+from ds_fp8.config.errors import clipped
 from ds_fp8.monitor.records import FALLBACK
 from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
 
@@ -24,6 +26,8 @@ Level = Literal["good", "undecided", "look", "bad"]
 WORDS: dict[Level, str] = {"good": "passed", "undecided": "undecided", "look": "needs a look", "bad": "failed"}
 """Levels, from the best to the worst. Undecided is neither: more seeds decide."""
 LEVELS = tuple(WORDS)
+MOST_KEYS, LONGEST_VALUE = 5, 40
+"""Keys that are named in a headline, and characters of their values."""
 MORE_SEEDS = "ds-fp8 parity --seeds 3"
 
 
@@ -136,12 +140,17 @@ def _of_one_seed(level: Level, runs: str, where: str = "") -> str:
 
 
 def judge_all(comparisons: Sequence[Comparison]) -> Verdict:
-    """Judge one run by its own health, seeds by their mean, and stages, one seed each, by the worst."""
+    """Judge one run by its own health, seeds by their mean, and stages, one seed each, by the worst.
+
+    Runs that differ in more than FP8 are not judged.
+    """
     if comparisons[0].twin is None:
         return _judge_run(comparisons[0].run)
     for comparison in comparisons:
         if len({run.kind for run in comparison.columns.values()}) == 1:
             return _compare(comparison)
+        if comparison.differences_of_no_twins():
+            return _no_twins(comparison)
     if len(comparisons) == 1 or seeds(comparisons) is not None:
         return judge_seeds(comparisons)
     found = {comparison.name: judge_seeds([comparison]) for comparison in comparisons}
@@ -260,6 +269,21 @@ def _compare(comparison: Comparison) -> Verdict:
         return NO_COMPARISON
     first, second = comparison.columns
     return Verdict("undecided", f"The final loss of {first} is {gap:+.3%} from that of {second}, with one seed each.")
+
+
+def _no_twins(comparison: Comparison) -> Verdict:
+    """Return the difference of two runs that differ in more than FP8, with the keys."""
+    found = [
+        f"{key} ({', '.join(clipped(json.dumps(value), LONGEST_VALUE) for value in values)})"
+        for key, *values in comparison.differences_of_no_twins()
+    ]
+    more = f" and {len(found) - MOST_KEYS} more" if len(found) > MOST_KEYS else ""
+    keys = ", ".join(found[:MOST_KEYS])
+    gap = gap_of(comparison)
+    figures = "" if gap is None else f"final loss of {' against '.join(comparison.columns)} {gap:+.2%}"
+    return Verdict(
+        "undecided", f"No verdict on FP8: the runs of {comparison.name} also differ in {keys}{more}.", figures
+    )
 
 
 def _judge_run(run: RunRecord) -> Verdict:

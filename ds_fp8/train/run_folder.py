@@ -33,7 +33,7 @@ ADAPTER = "adapter"
 LOCK = "run.lock"
 
 # What a rerun may change: how long, where, and what is measured and written. All else would make it another run.
-_FREE = {
+FREE = {
     *("wandb", "tensorboard", "csv_monitor", "comet", "steps_per_print", "log_level"),
     *("data.workers", "data.cache_dir"),
     *("train.run_dir", "train.steps", "train.epochs", "train.log_every", "train.eval_every", "train.eval_batches"),
@@ -153,7 +153,7 @@ def lock(run_dir: Path, say: Callable[[str], None]) -> int:
 
 def check_same_run(stage: Stage, stored: dict[str, Any], free: Sequence[str]) -> None:
     """Raise UserError where the stage is not that of a run with the JSON `stored`, but for the keys `free`."""
-    before, now = _fixed(stored, {*_FREE, *free}), _fixed(stage.raw, {*_FREE, *free})
+    before, now = _fixed(stored, {*FREE, *free}), _fixed(stage.raw, {*FREE, *free})
     paths = stage.paths()
     changed = sorted(
         key

@@ -238,6 +238,46 @@ def test_two_runs_of_one_kind_are_told_apart_by_their_folders(tmp_path, capsys):
     ]
 
 
+MICRO, STEPS_BETWEEN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("fp8", "bf16", "differ"),
+    [
+        (
+            {"optimizer": {"params": {"lr": 1e-3}}},
+            {"optimizer": {"params": {"lr": 2e-3}}},
+            "optimizer.params.lr (0.001, 0.002)",
+        ),
+        ({"train": {"steps": 20}}, {"train": {"steps": 10}}, "train.steps (20, 10)"),
+        ({"train": {"seed": 1}}, {}, "train.seed (1, null)"),
+        ({"train": {"eval_batches": 1}}, {}, "train.eval_batches (1, null)"),
+        ({"train": {"init_from": "cpt"}}, {}, 'train.init_from ("cpt", null)'),
+        ({MICRO: 2}, {MICRO: 4}, "train_batch_size (4, 8)"),
+        (
+            {str(key): 1 for key in range(7)},
+            {},
+            "0 (1, null), 1 (1, null), 2 (1, null), 3 (1, null), 4 (1, null) and 2 more",
+        ),
+        # What a twin in BF16 may have of its own.
+        ({"fp8": {"enabled": True, "preset": "coat"}, "wandb": {"enabled": True}}, {"steps_per_print": 5}, ""),
+        ({"train": {"init_from": "fp8/cpt", "save_every": 5}}, {"train": {"init_from": "bf16/cpt"}}, ""),
+        ({"train": {"resume": "fp8/cpt"}}, {"train": {"resume": "bf16/cpt"}}, ""),
+        ({MICRO: 4, STEPS_BETWEEN: 1}, {MICRO: 2, STEPS_BETWEEN: 2}, ""),
+    ],
+)
+def test_runs_that_differ_in_more_than_fp8_get_no_verdict_on_it(fp8, bf16, differ, tmp_path):
+    folder = twins(tmp_path, "cpt", "sft", fp8=0.5)
+    for kind, values in (("fp8", fp8), ("bf16", bf16)):
+        (folder / kind / "sft" / "config.json").write_text(json.dumps({"fp8": {"enabled": kind == "fp8"}, **values}))
+    for folders in ([folder], [folder / "fp8" / "sft", folder / "bf16" / "sft"]):
+        verdict = judge_all(find(folders))
+        assert verdict.passed == (not differ)
+        if differ:
+            assert verdict.headline == f"No verdict on FP8: the runs of sft also differ in {differ}."
+            assert verdict.figures == "final loss of FP8 against BF16 +0.00%"
+
+
 @pytest.mark.parametrize("name", ["run", "seed_7"])
 def test_a_run_alone_has_a_report(name, tmp_path, capsys):
     folder = finished_run(tmp_path / name, 0.5, 10, 0.5, measured=False)

@@ -13,6 +13,7 @@ from ds_fp8.config.deepspeed_json import TRAIN_BATCH
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat, read_json
 from ds_fp8.engine.sequence_parallel import sequence_parallel_size
+from ds_fp8.train.checkpoints import step_beyond_result
 from ds_fp8.train.metrics import BF16_LOSS, read_metrics
 from ds_fp8.train.run_folder import BATCH_KEYS, CONFIG, FREE, METRICS, RESULT, Invalid, read_object
 from ds_fp8.train.stage import resolve_batch
@@ -38,8 +39,10 @@ class RunRecord:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}", remedy="give the train.run_dir of a finished run")
         missing = next((name for name in (RESULT, METRICS) if not (folder / name).exists()), None)
-        if missing is not None:
-            problem = f"{folder} is not a finished run: {missing} is missing"
+        beyond = step_beyond_result(folder)
+        if missing is not None or beyond is not None:
+            why = f"{missing} is missing" if beyond is None else f"it was made longer, and is at step {beyond}"
+            problem = f"{folder} is not a finished run: {why}"
             remedy = "run the stage to its end first: the same command resumes it"
             raise UserError(problem, file=folder, remedy=remedy)
         try:

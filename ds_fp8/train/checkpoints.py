@@ -20,7 +20,7 @@ import torch
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
-from ds_fp8.train.run_folder import CHECKPOINTS, Invalid, read_object, remove, write_atomically
+from ds_fp8.train.run_folder import CHECKPOINTS, RESULT, Invalid, read_object, remove, write_atomically
 from ds_fp8.zero.deepspeed.checkpoints import load_tensors
 
 MANIFEST = "manifest.json"
@@ -228,6 +228,16 @@ def steps_in(run_dir: Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(match[1]) for match in named if match)
+
+
+def step_beyond_result(run_dir: Path) -> int | None:
+    """Return the step of the newest checkpoint where a run that was made longer went on behind its result, or None."""
+    try:
+        done = read_object(run_dir / RESULT).get("steps")
+    except (Invalid, OSError):
+        return None
+    newest = max(steps_in(run_dir), default=0)
+    return newest if isinstance(done, int) and newest > done else None
 
 
 def best_step(run_dir: Path, losses: Mapping[int, float]) -> int | None:

@@ -31,6 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ds_fp8.config.errors import UserError, first_paragraph
 from ds_fp8.config.files import model_of_run
 from ds_fp8.research import munit
+from ds_fp8.train.checkpoints import step_beyond_result
 
 COMPRESSED_TENSORS = "compressed-tensors"
 Form = str | tuple[int, int]
@@ -73,6 +74,12 @@ def stored_model(path: str | None, init_from: str | None, revision: str | None =
             remedy="run the stage that writes it first, or give the folder of a finished run or a Hugging Face model",
         )
     if (folder / "model" / "config.json").is_file():
+        if (step := step_beyond_result(folder)) is not None:
+            raise UserError(
+                f"the run in {folder} was made longer and is not finished: its model is older than step {step}",
+                key="train.init_from",
+                remedy=f"finish it (the same command resumes it), or give its older model: {folder / 'model'}",
+            )
         return ModelSource("train.init_from", str(folder / "model"))
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(

@@ -8,8 +8,10 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_tokenizer
+from ds_fp8.report.runs import RunRecord
 from ds_fp8.train import load_stage, trial
 from ds_fp8.train.model import build_model, load_model_config
+from ds_fp8.train.stored_model import stored_model
 from tests.corpus import MAKE
 
 
@@ -132,6 +134,23 @@ def test_an_unfinished_run_is_no_start(load, tmp_path):
     stage, tokenizer = load("model.config=null", f"train.init_from={tmp_path / 'before'}")
     with pytest.raises(UserError, match="no finished model"):
         load_model_config(stage, tokenizer)
+
+
+def test_a_run_that_was_made_longer_is_no_start_before_its_end(load, tmp_path):
+    run = tmp_path / "before"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 4000}')
+    (run / "result.json").write_text('{"steps": 4}')
+    (run / "checkpoints" / "step_4").mkdir(parents=True)
+    assert stored_model(None, str(run)).path == str(run / "model")
+    (run / "checkpoints" / "step_127").mkdir()
+    with pytest.raises(UserError, match="older than step 127"):
+        stored_model(None, str(run))
+    (run / "model" / "model.safetensors").touch()
+    assert stored_model(None, str(run / "model")).path == str(run / "model")
+    (run / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="made longer, and is at step 127"):
+        RunRecord(run)
 
 
 def test_a_tokenizer_other_than_the_stored_models_is_refused(load, tmp_path):

@@ -59,7 +59,8 @@ def main() -> int:
     memory = round(arguments.memory * GIB) if arguments.memory else gpu and gpu.bytes
     set_log_level_from_string("warning")
     # A model named on the hub gets its shape from a list: an estimate needs no network.
-    raw = with_known_model(read_stage(arguments), file)
+    given = read_stage(arguments)
+    raw = with_known_model(given, file)
     say("estimating ...")
     try:
         stage = estimate(raw, gpus=arguments.gpus)
@@ -82,7 +83,7 @@ def main() -> int:
         print(json.dumps(result, indent=2))
         return int(not fits)
     print_estimates(estimates, memory, Console(highlight=False))
-    print(fp8_in_words(raw, fp8))
+    print(fp8_in_words(given, fp8))
     if verdict is not None:
         print(verdict)
     if gpu is not None and gpu.limits and fp8.enabled:

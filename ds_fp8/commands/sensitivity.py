@@ -1,6 +1,6 @@
 """Measure what casts cost a model on a few rows of text, and propose linear layers to keep in BF16.
 
-    ds-fp8 sensitivity model corpus.jsonl                              the default preset's casts, on documents
+    ds-fp8 sensitivity model corpus.jsonl                              casts of precise, on documents
     ds-fp8 sensitivity model my_stage.json --out careful               those of a stage, on its held-out data
     ds-fp8 sensitivity model my_stage.json --budget 0.03 --preset rowwise --set fp8.linear.input.scale=fp32
     ds-fp8 sensitivity model my_stage.json --grid fp8.preset=infir2,rowwise --out runs/sensitivity
@@ -35,6 +35,7 @@ from ds_fp8.commands.arguments import (
 )
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override, check_writable, read_json
+from ds_fp8.config.presets import with_assumed_preset
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +54,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder with weights in BF16")
     parser.add_argument("file", metavar="FILE", help="a stage's JSON, or documents")
-    parser.add_argument("--preset", metavar="NAME", help="casts of this preset (default the stage's, or infir2)")
+    parser.add_argument("--preset", metavar="NAME", help="casts of this preset (default the stage's, or precise)")
     add_set(parser)
     parser.add_argument("--rows", type=count, default=16, help="rows of text (default 16)")
     parser.add_argument("--length", type=count, default=512, help="tokens of a row (default 512)")
@@ -104,6 +105,7 @@ def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[
     file = Path(arguments.file)
     if file.suffix in DOCUMENTS:
         raw: dict[str, Any] = {"fp8": {}, "data": {"path": str(file), "validation_fraction": 0.5}}
+        raw["model"] = {"path": str(arguments.folder)}
     else:
         raw = read_json(config_file(arguments.file))
         if "data" not in raw:
@@ -114,7 +116,7 @@ def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[
     preset = [] if arguments.preset is None else [f"fp8.preset={json.dumps(arguments.preset)}"]
     for change in (*own, *preset, *arguments.set, *point):
         apply_override(raw, change)
-    return raw
+    return with_assumed_preset(raw)  # also into the stage that is written: what was measured is what it trains
 
 
 def _casts(raw: dict[str, Any], arguments: argparse.Namespace) -> FP8Config:

@@ -109,6 +109,18 @@ def with_preset(section: Any, name: str) -> dict[str, Any]:
     return {**section, "preset": preset}
 
 
+def with_assumed_preset(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with a preset where it leaves its own open, before there are weights that decide.
+
+    It is that of trained weights where the configuration says where weights are loaded from.
+    """
+    if not leaves_preset_open(raw.get("fp8")):
+        return dict(raw)
+    model, train = (raw[name] if isinstance(raw.get(name), Mapping) else {} for name in ("model", "train"))
+    loaded = model.get("config") is None and (model.get("path") is not None or train.get("init_from") is not None)
+    return {**raw, "fp8": with_preset(raw["fp8"], FOR_TRAINED if loaded else DEFAULT)}
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():

@@ -25,6 +25,7 @@ from ds_fp8.config.errors import UserError, first_paragraph
 from ds_fp8.config.files import read_json
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.config.presets import with_assumed_preset
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
@@ -248,6 +249,7 @@ def read_workload(
 def _read(
     configuration: Configuration, gpus: int, model: PretrainedConfig | None, length: int | None, device: Device
 ) -> Workload:
+    configuration = Configuration(with_assumed_preset(configuration.values), configuration.file)
     raw, fp8, zero = configuration.values, configuration.fp8, configuration.zero
     preflight.check(configuration)
     model_section = parse_section(ModelConfig, raw.get("model", {}), key="model")
@@ -323,7 +325,7 @@ def with_known_model(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
     A model of SHAPES is described in the place of its name. A stage that begins with the weights of a run that has not
     been made yet gets the model of that run's own stage, where its JSON lies beside `file`.
     """
-    raw = dict(raw)
+    raw = with_assumed_preset(raw)  # a shape in the place of a name would look like a model that is not loaded
     model, train = section_of(raw, "model"), section_of(raw, "train")
     before = train.get("init_from")
     if before is not None and not Path(before).expanduser().exists():

@@ -17,7 +17,7 @@ from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH,
 from ds_fp8.config.errors import UserError, results_of
 from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open, with_preset
+from ds_fp8.config.presets import with_assumed_preset
 from ds_fp8.config.schema import Section, Seed, parse_section, shown
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
@@ -319,10 +319,7 @@ def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] =
 
 
 def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
-    if leaves_preset_open(raw.get("fp8")):
-        # Named here, so that every command and later resumes have the same.
-        loaded = not (isinstance(raw.get("model"), dict) and "config" in raw["model"])
-        raw["fp8"] = with_preset(raw["fp8"], FOR_TRAINED if loaded else DEFAULT)
+    raw = with_assumed_preset(raw)  # named before the run, so that later resumes have the same
     configuration = Configuration(raw, os.fspath(file))
 
     def section(kind: type[Section], name: str) -> Any:

@@ -185,6 +185,35 @@ def test_one_amount_of_memory():
         main(["estimate", "quickstart/cpt.json", "--gpu", "h100", "--memory", "80"])
 
 
+@pytest.mark.parametrize(
+    ("source", "preset"),
+    [
+        ({"model": {"path": "Qwen/Qwen3-0.6B-Base"}}, "precise"),
+        ({"model": {"path": "Qwen/Qwen3-0.6B-Base", "config": None}}, "precise"),
+        ({"model": {"config": workloads.MODEL}}, "infir2"),
+    ],
+)
+def test_an_open_preset_is_that_of_check(source, preset, tmp_path, capsys):
+    """Also where the shape of a known model stands for its name, and where the estimate is made from Python."""
+    raw = {**workloads.stage(fp8={"monitor": {"every": 0}}), **source}
+    file = tmp_path / "stage.json"
+    file.write_text(json.dumps(raw))
+    for command in ("check", "estimate"):
+        assert main([command, str(file)]) == 0
+        assert f"no preset is named, and {preset} assumed here" in capsys.readouterr().out
+
+
+def test_an_open_preset_of_a_folder_is_estimated_as_precise(tmp_path):
+    workloads.model_of(workloads.stage()).save_pretrained(tmp_path / "model")
+
+    def needed(fp8, model):
+        return estimate({**workloads.stage(), "fp8": fp8, "model": model}).peak_bytes
+
+    stored, drawn = {"path": str(tmp_path / "model")}, {"config": workloads.MODEL}
+    assert needed({}, stored) == needed("precise", stored) > needed("infir2", stored)
+    assert needed({}, drawn) == needed("infir2", drawn)
+
+
 def test_harmless_changes_come_first():
     raw = workloads.stage()
     raw["model"]["activation_checkpointing"] = False

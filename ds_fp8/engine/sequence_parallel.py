@@ -52,11 +52,19 @@ def check_ranks(size: int, world: int) -> None:
 
 
 def check_heads(config: PretrainedConfig, size: int) -> None:
+    if size == 1:
+        return
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        raise UserError(
+            f"ranks exchange the heads of attention, and {type(config).__name__} has none",
+            key=KEY,
+            remedy="1, or a model whose layers have causal attention",
+        )
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     good = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if size > 1 and size not in good:
+    if size not in good:
         raise UserError(
             f"{heads} heads, and {kv_heads} of keys and values, cannot be spread over {size} ranks",
             key=KEY,

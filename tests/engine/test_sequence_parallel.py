@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 import ds_fp8
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine.sequence_parallel import check_layers, check_rotation, sequence_parallel_size
+from ds_fp8.engine.sequence_parallel import check_heads, check_layers, check_rotation, sequence_parallel_size
 from ds_fp8.layers.attention import documents
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
@@ -170,6 +170,13 @@ def test_layers_that_read_other_tokens_without_attention_are_refused(architectur
     check_layers(config, 1)
     with contextlib.nullcontext() if kind is None else pytest.raises(UserError, match=f'"{kind}"'):
         check_layers(config, RANKS)
+
+
+def test_a_model_without_heads_cannot_share_rows():
+    config = AutoConfig.for_model("mamba")
+    check_heads(config, 1)
+    with pytest.raises(UserError, match="MambaConfig has none"):
+        check_heads(config, RANKS)
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])

@@ -92,6 +92,12 @@ def test_what_there_is_no_estimate_for(changes, says):
     assert error.value.remedy
 
 
+def test_there_is_no_estimate_for_a_model_without_heads():
+    sizes = {"model_type": "mamba", "hidden_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
+    with pytest.raises(UserError, match="MambaForCausalLM"):
+        estimate({**workloads.stage(), "model": {"config": sizes}})
+
+
 def shared_rows(size, **changes):
     return workloads.stage(sequence_parallel_size=size, **changes)
 

@@ -35,7 +35,7 @@ from ds_fp8.commands.arguments import (
 )
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override, check_writable, read_json
-from ds_fp8.config.presets import with_assumed_preset
+from ds_fp8.config.presets import as_section, with_assumed_preset, without_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -174,13 +174,11 @@ def _measure(
 
 
 def _stage_with(proposed: Mapping[str, str], raw: dict[str, Any], file: Path) -> dict[str, Any]:
-    result = {"fp8": raw["fp8"]} if file.suffix in DOCUMENTS else read_json(config_file(str(file)))
-    result["fp8"] = {**result.get("fp8", {}), **raw["fp8"]}
-    linear = dict(result["fp8"].get("linear", {}))
+    fp8 = without_words(as_section(raw["fp8"]))
+    linear = fp8.get("linear", {})
     # The proposed ones first: the first pattern that matches applies. Of one in both, too.
-    linear["overrides"] = {**proposed, **linear.get("overrides", {}), **proposed}
-    result["fp8"]["linear"] = linear
-    return result
+    fp8["linear"] = {**linear, "overrides": {**proposed, **linear.get("overrides", {}), **proposed}}
+    return {**({} if file.suffix in DOCUMENTS else read_json(config_file(str(file)))), "fp8": fp8}
 
 
 def _write(file: Path, content: dict[str, Any], console: Console) -> None:

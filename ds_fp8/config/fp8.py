@@ -12,7 +12,16 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FORMATS, FormatName
 from ds_fp8.config.linear import LinearConfig
-from ds_fp8.config.presets import AXES, DEFAULT, Axis, as_section, leaves_preset_open, merge, preset_values, with_preset
+from ds_fp8.config.presets import (
+    DEFAULT,
+    Axis,
+    as_section,
+    leaves_preset_open,
+    merge,
+    preset_values,
+    with_preset,
+    without_words,
+)
 from ds_fp8.config.schema import Section, parse_section
 
 
@@ -277,12 +286,7 @@ class FP8Config(Section):
     def _with_its_preset(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        # "optimizer": "coat" takes this section from there.
-        names = {axis: name for axis in AXES if isinstance(name := values.get(axis), str)}
-        if names:
-            preset = values.get("preset", {})
-            preset = {**(dict.fromkeys(AXES, preset) if isinstance(preset, str) else preset), **names}
-            values = {key: value for key, value in values.items() if key not in names} | {"preset": preset}
+        values = without_words(values)
         # Before validation, so that the preset's values are checked like the user's and errors name the same keys.
         return merge(preset_values(values.get("preset", DEFAULT)), values)
 

@@ -91,6 +91,16 @@ def as_section(value: Any) -> Any:
     return {"preset": value} if isinstance(value, str) else {} if value is True else value
 
 
+def without_words(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section with names of presets in the place of its own sections ("optimizer": "coat") in "preset"."""
+    names = {axis: name for axis in AXES if isinstance(name := section.get(axis), str)}
+    if not names:
+        return dict(section)
+    preset = section.get("preset", {})
+    preset = {**(dict.fromkeys(AXES, preset) if isinstance(preset, str) else preset), **names}
+    return {key: value for key, value in section.items() if key not in names} | {"preset": preset}
+
+
 def leaves_preset_open(section: Any) -> bool:
     """Return whether a section with FP8 on names neither a preset for the linears nor their casts."""
     section = as_section(section)

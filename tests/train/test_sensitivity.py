@@ -199,6 +199,17 @@ def test_an_open_preset_is_measured_and_written_as_training_has_it(run, folder, 
     assert json.loads((folder / "out" / "stage.json").read_text())["fp8"]["preset"] == "precise"
 
 
+@pytest.mark.parametrize("section", ["hybrid_fast", {"linear": "hybrid_fast", "optimizer": "coat"}])
+def test_a_proposal_is_written_beside_words(run, folder, write, section):
+    data = {"path": str(folder / "text.txt"), "tokenizer": str(folder), "validation_fraction": 0.5}
+    figures, _ = run(write({**TINY, "fp8": section, "data": data}), "--budget", "0.2")
+    written = load_stage(folder / "out" / "stage.json", world=1).fp8
+    expected = load_stage(write({**TINY, "fp8": section, "data": data}), world=1).fp8
+    assert list(written.linear.overrides) == list(figures["proposal"]["overrides"])
+    assert written.linear.model_copy(update={"overrides": {}}) == expected.linear
+    assert written.optimizer == expected.optimizer
+
+
 def test_a_proposal_stands_before_a_cast_of_the_same_layers(run, folder, tmp_path, write):
     """The stage casts all kinds of layers in its own way, by the patterns that are proposed."""
     kinds = [f"*.{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]

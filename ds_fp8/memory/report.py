@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.engine.preflight import OWN_SECTIONS
 from ds_fp8.memory.estimate import KINDS, Estimate, largest_that_fits, longest_contexts
 from ds_fp8.memory.sweep import OK, Point, Record, estimate_of
@@ -17,6 +18,8 @@ from ds_fp8.train.run_folder import write_atomically
 
 BEST = "best.json"
 GIB = 2**30
+NONE = "–"
+"""In a table, where there is no estimate."""
 WIDE = 200
 """Columns of a table in a file, or for another program."""
 
@@ -82,17 +85,31 @@ def _print(table: Table, console: Console) -> None:
 def print_plan(points: Sequence[Point], raw: Mapping[str, Any], memory_bytes: int | None) -> None:
     """Print the points of a sweep and what they are expected to take on GPUs, wherever this runs."""
     table = _table("point", "GPUs", "micro-batch", "length", "needs GiB", "peak at")
+    reasons: dict[str, None] = {}
     for point in points:
-        expected = estimate_of(point, raw, "cuda")
+        try:
+            expected = estimate_of(point, raw, "cuda")
+        except UserError as error:
+            reasons[error.problem] = None
+            table.add_row(point.name, str(point.gpus), *[NONE] * 4)
+            continue
         w, needs = expected.workload, expected.device_bytes
         over = memory_bytes is not None and needs > memory_bytes
         shown = f"{gib(needs)}{' (does not fit)' if over else ''}"
         table.add_row(point.name, str(w.gpus), str(w.rows), f"{w.sequence_length:,}", shown, expected.peak.name)
-    _print(table, Console(highlight=False))
+    console = Console(highlight=False, soft_wrap=True)
+    _print(table, console)
+    for reason in reasons:
+        console.print(f"no estimate: {reason}", markup=False)
 
 
-def expected_bytes(record: Record) -> int:
-    """Return the measurement that the estimate predicts: tensors, and on a CPU also what the process held before."""
+def expected_bytes(record: Record) -> int | None:
+    """Return the measurement that the estimate predicts: tensors, and on a CPU also what the process held before.
+
+    None where there is no estimate.
+    """
+    if record["estimate"] is None:
+        return None
     return record["estimate"]["peak_bytes"] + record.get("process_bytes", 0)
 
 
@@ -106,10 +123,11 @@ def print_records(records: Sequence[Record], console: Console) -> None:
     first = next((record["peak_bytes"] for record in records if record.get("peak_bytes")), None)
     for record in records:
         peak, tokens, expected = record.get("peak_bytes"), _speed(record), expected_bytes(record)
-        measured = ["", gib(expected), "", "", "", ""]
+        estimated = NONE if expected is None else gib(expected)
+        measured = ["", estimated, "", "", "", ""]
         if peak:
-            shares = (f"{expected / peak - 1:+.1%}", f"{peak / first:.2f}")
-            measured = [gib(peak), gib(expected), *shares, f"{tokens:,.0f}", f"{record['loss']:.4f}"]
+            shares = (NONE if expected is None else f"{expected / peak - 1:+.1%}", f"{peak / first:.2f}")
+            measured = [gib(peak), estimated, *shares, f"{tokens:,.0f}", f"{record['loss']:.4f}"]
         table.add_row(record["name"], record["status"], *measured)
     _print(table, console)
 

@@ -362,7 +362,11 @@ class Sweep:
 
     def _measure(self, point: Point, tick: Callable[[int], None]) -> None:
         """Run one point and keep the result, unless it was killed from outside."""
-        expected = estimate_of(point, self.raw)
+        expected = None
+        try:
+            expected = estimate_of(point, self.raw).as_json()
+        except UserError as error:  # a model of which there is none is measured all the same
+            self.console.print(f"{point.name}: no estimate: {error.problem}", markup=False)
         measured = run_point(
             self.stage_file,
             [*point.overrides(), *self._long_enough(point)],
@@ -384,7 +388,7 @@ class Sweep:
             "gpus": point.gpus,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            "estimate": expected.as_json(),
+            "estimate": expected,
         }
         with (self.folder / FILE).open("a") as stream:
             # On a line of its own, also behind one that was cut off.

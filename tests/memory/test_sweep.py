@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,6 +138,9 @@ def test_ready_sweeps_load_with_the_ready_shapes(file, stage):
 RAW = workloads.stage()
 
 
+MEASURED = {"peak_bytes": 2 << 30, "loss": 2.5, "process_bytes": 0}
+
+
 def record(name, peak, tokens, status="ok", **more):
     measured = {} if status != "ok" else {"peak_bytes": peak, "reserved_bytes": peak, "tokens_per_second": tokens}
     measured |= {} if status != "ok" else {"loss": 2.5, "step_seconds": 1.0, "steps": 2, "process_bytes": 0}
@@ -226,6 +230,30 @@ def test_a_plan_runs_nothing(call, folder, capsys, grid):
     assert call("sweep", *grid, "--plan", "--output", "planned") == 0
     assert "enabled false" in capsys.readouterr().out
     assert not (folder / "planned").exists()
+
+
+def test_a_model_without_an_estimate_is_planned_and_measured(call, folder, capsys, monkeypatch):
+    """Its vocabulary, the tokenizer's, is what an estimate lacks."""
+    raw = json.loads((folder / "stage.json").read_text())
+    del raw["model"]["config"]["vocab_size"]
+    (folder / "open.json").write_text(json.dumps(raw))
+    monkeypatch.setattr(
+        sweep_module, "run_point", lambda *_, **__: {"status": "ok", "reason": "", **MEASURED, "tokens_per_second": 9.0}
+    )
+    arguments = ["open.json", "--grid", "fp8.enabled=true,false", "--out", "without"]
+    monkeypatch.chdir(folder)
+    assert main(["sweep", *arguments, "--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"enabled true +│ +1 │ +– │", printed)
+    assert printed.count("no estimate: the vocabulary") == 1
+    assert main(["sweep", *arguments]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ enabled true ")]
+    assert [[word.strip() for word in row.split("│")[2:-2]] for row in rows] == [["ok", "2.00", "–", "–", "1.00", "9"]]
+    assert [json.loads(line)["estimate"] for line in (folder / "without" / FILE).read_text().split("\n") if line] == [
+        None,
+        None,
+    ]
+    assert (folder / "without" / "best.json").exists()
 
 
 def test_the_estimate_as_json(call, capsys):

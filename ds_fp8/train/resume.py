@@ -15,7 +15,9 @@ from typing import Any
 
 import deepspeed
 from deepspeed import comm as dist
+from torch import nn
 
+from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.sequence_parallel import KEY
@@ -36,7 +38,7 @@ from ds_fp8.train.run_folder import (
     remove,
 )
 from ds_fp8.train.saving import restore_random_states
-from ds_fp8.train.stage import Stage
+from ds_fp8.train.stage import Lora, Stage
 from ds_fp8.zero.deepspeed.checkpoints import load_tensors, tensors_only
 
 
@@ -129,6 +131,35 @@ def _check_base(stage: Stage, state: RunState) -> None:
         )
 
 
+def check_model(state: RunState, model: nn.Module) -> None:
+    """Refuse another run's checkpoint of another model: one without a trained parameter, or with what is not here.
+
+    By the shapes in the files, for the same model may be described in several ways.
+    """
+    if state.step:  # of this run itself
+        return
+    folder = state.checkpoint
+    content = load_tensors(min(folder.glob("*_model_states.pt")))
+    groups = content.get("param_shapes") or [{name: weight.shape for name, weight in content["module"].items()}]
+    stored = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    here = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters() if p.requires_grad}
+    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    problems = [f"{name} is not in it" for name in here if name not in stored]
+    problems += [f"it has {name}, and this model has not" for name in stored if name not in known]
+    problems += [
+        f"{name} has the shape {stored[name]} in it, and {shape} here"
+        for name, shape in here.items()
+        if stored.get(name, shape) != shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(
+            f"the checkpoint {folder} is of another model: {problems[0]}{more}",
+            key="train.resume",
+            remedy="the model of that run, or a checkpoint of this stage's",
+        )
+
+
 def _newest(run_dir: Path, key: str) -> tuple[Path, Manifest] | None:
     steps = steps_in(run_dir)
     return _sound(folder_of(run_dir, steps[-1]), key) if steps else None
@@ -165,7 +196,37 @@ def _branch(stage: Stage) -> RunState:
             key="train.resume",
             remedy=f"give a run_dir with checkpoints, or one of them: run_dir/{CHECKPOINTS}/step_N",
         )
+    _check_fits(*found, stage)
     return _state(*found, stage, 0)
+
+
+def _check_fits(folder: Path, manifest: Manifest, stage: Stage) -> None:
+    """Refuse a checkpoint of another run whose files are of another kind, or are for other parameters, than here."""
+    weights_alone = "or train.init_from, with the folder of the finished run, which takes its weights alone"
+    before, now = Configuration(manifest.config).stage, stage.configuration.stage
+    # Stages 1 and 2 divide the optimizer's state in the same way.
+    if before != now and {before, now} != {1, 2}:
+        raise UserError(
+            f"the checkpoint {folder} is of ZeRO stage {before}, and this stage trains in ZeRO stage {now}",
+            key="zero_optimization.stage",
+            remedy=f'"zero_optimization": {{"stage": {before}}}, {weights_alone}',
+        )
+    lora = manifest.config["train"].get("lora")
+    before, now = _adapters(None if lora is None else Lora(**lora)), _adapters(stage.train.lora)
+    if before != now:
+        raise UserError(
+            f"the checkpoint {folder} is of a run that trains {before}, and this stage trains {now}",
+            key="train.lora",
+            remedy=f"train.lora as in that run, {weights_alone}",
+        )
+
+
+def _adapters(lora: Lora | None) -> str:
+    """Return in words which parameters are trained."""
+    if lora is None:
+        return "all weights"
+    targets = lora.targets if isinstance(lora.targets, str) else ", ".join(sorted(lora.targets))
+    return f"adapters of rank {lora.r} on {targets}"
 
 
 def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunState:

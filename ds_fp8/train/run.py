@@ -97,6 +97,7 @@ def train(stage: Stage) -> dict[str, Any]:
             state = resume.settle(stage, logger.info)
             if state.checkpoint is not None:  # frozen weights that it holds may be others than the files': keep them
                 stage = replace(stage, base=state.base)
+                resume.check_model(state, model)
             return _train(stage, data, tokenizer, model, state)
     except UserError as error:
         raise error.located(stage.file) from None

@@ -12,6 +12,9 @@ from ds_fp8.train.resume import check_data, inspect_run
 from ds_fp8.train.run_folder import lock
 from tests.train.tiny_stage import RESULT
 
+ANOTHER = "train.run_dir=parent"
+BELOW_3 = ['zero_optimization={"stage": 2}', "fp8.enabled=false"]
+
 
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
@@ -96,6 +99,24 @@ REFUSED = {  # what is wrong: how it came there, overrides, words, key
     },
     "fewer steps": (saved(), ["train.steps=3"], "already done 4", "train.steps"),
     "other batches": (saved(ranks=3, global_batch=6), [], "batches of 6", "train_batch_size"),
+    "another run's, of another ZeRO stage": (
+        saved(ANOTHER, *BELOW_3),
+        ["train.resume=parent"],
+        "is of ZeRO stage 2",
+        "zero_optimization.stage",
+    ),
+    "another run's, of all weights": (
+        saved(ANOTHER),
+        ["train.resume=parent", "train.lora.r=4"],
+        "trains all weights, .* rank 4",
+        "train.lora",
+    ),
+    "another run's, of other adapters": (
+        saved(ANOTHER, "train.lora.r=8"),
+        ["train.resume=parent", "train.lora.r=4"],
+        "of rank 8 on",
+        "train.lora",
+    ),
     "compact, of other ranks": (saved(*COMPACT, ranks=3), COMPACT, "over 1 ranks", "train.compact_checkpoints"),
     "no run's": (lambda stage, run_dir: (run_dir / "model").mkdir(parents=True), [], "not the folder", "train.run_dir"),
     "a file": (lambda stage, run_dir: run_dir.write_text(""), [], "cannot be written to", "train.run_dir"),
@@ -214,6 +235,15 @@ def test_another_runs_checkpoint_is_where_a_branch_begins(named, step, stage, ru
     assert state.checkpoint == tmp_path / "parent" / "checkpoints" / f"step_{step}"
     # A run that left out batches is further in its data than in its steps.
     assert (state.data_step, state.losses) == ((9, (3.0, 2.0)) if step == 4 else (6, ()))
+
+
+def test_a_branch_may_change_what_shards_and_adapters_do_not_depend_on(stage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    adapters = ['train.lora={"r": 4, "targets": ["q_proj", "k_proj"]}', *BELOW_3]
+    store(stage(ANOTHER, *adapters), [4])
+    changes = ['train.lora={"r": 4, "targets": ["k_proj", "q_proj"], "alpha": 8}', "zero_optimization.stage=1"]
+    changes += ["data_types.grad_accum_dtype=bf16", "train.resume=parent"]
+    assert inspect_run(stage(*adapters, *changes)).checkpoint.name == "step_4"
 
 
 def test_a_branch_that_has_begun_goes_on_from_its_own_checkpoint(stage, run_dir, tmp_path):

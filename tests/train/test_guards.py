@@ -115,6 +115,19 @@ def test_a_run_goes_on_from_other_masters(stage, ranks, tmp_path, cache_home):
     assert found[0] > found[4] > found[9]
 
 
+def test_a_run_does_not_go_on_with_another_model(stage, ranks, tmp_path, cache_home):
+    common = ["train.spike=off", "train.steps=1", "gradient_accumulation_steps=2"]
+    ranks(1, run, stage, str(cache_home), common)
+    branch = [*common, f"train.run_dir={tmp_path}/branch", f"train.resume={tmp_path}/run"]
+    for change, words in {
+        "num_hidden_layers=3": r"model\.layers\.2\.\S+ is not in it \(and 11 more\)",
+        "num_hidden_layers=1": r"it has model\.layers\.1\.\S+ and this model has not \(and 11 more\)",
+        "intermediate_size=144": r"gate_proj\.weight has the shape \(136, 60\) in it, and \(144, 60\) here",
+    }.items():
+        with pytest.raises(Exception, match=words):
+            ranks(1, run, stage, str(cache_home), [*branch, f"model.config.{change}"])
+
+
 OFF = {"enabled": False}
 COMPRESSED = {"preset": "coat", "param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
 COMPRESSED |= {"monitor": {"every": 0}}

@@ -169,7 +169,7 @@ def _answers(
 ) -> dict[str, Any]:
     from ds_fp8.train.evaluation import Alone, exact_match
 
-    questions = data.questions[:most]
+    questions = data.questions(most)
     if not questions:
         return {}
     say(f"answering {len(questions)} problems")

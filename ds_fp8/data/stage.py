@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,6 @@ from ds_fp8.data.sources import empty
 from ds_fp8.data.token_store import NO_LOSS, Report, TokenStore, digest, exclusive, store_folder, tokenise_source
 
 SPLITS = ("train", "validation", "test")
-MOST_QUESTIONS = 400
-"""Questions that are collected; `train.exact_match_problems` says how many of them are asked."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class StageData:
     """Without rows unless `data.test_fraction` is above 0."""
     weights: tuple[float, ...]
     """Share of each source in training."""
-    questions: list[Question]
-    """Held-out questions with known answers; empty where the data has none."""
+    questions: Callable[[int], list[Question]]
+    """Returns at most so many held-out questions with known answers, of all sources in turn; none where there are
+    none."""
     answer_pattern: str | None
     """Finds an answer in a text."""
     report: dict[str, Any]
@@ -69,7 +70,7 @@ def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: R
     cache_dir = Path(config.cache_dir or os.environ.get("DS_FP8_CACHE", "~/.cache/ds_fp8")).expanduser()
     check_writable(cache_dir, "data.cache_dir" if config.cache_dir else "DS_FP8_CACHE")
     parts: dict[str, list[tuple[TokenStore, Plan]]] = {split: [] for split in SPLITS}
-    questions: list[Question] = []
+    examined: list[tuple[TokenStore, np.ndarray, DataConfig]] = []
     identity = []
     for source in config.each_source():
         store = tokenise_source(source, tokenizer, cache_dir, report)
@@ -82,7 +83,7 @@ def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: R
             parts[split].append((store, plan))
         if source.answer_pattern and source.format == "chat":
             held_out = np.concatenate([chosen["validation"], chosen["test"]])
-            questions += held_out_questions(store, held_out, source, tokenizer)
+            examined.append((store, held_out, source))
     rows = {split: PackedDataset(parts[split], config.sequence_length, tokenizer.pad_token_id) for split in SPLITS}
     counts = rows["train"].rows_by_source
     empty_ones = [each.path for each, count in zip(config.each_source(), counts, strict=True) if not count]
@@ -96,6 +97,7 @@ def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: R
     numbers = {split: dataset.report() for split, dataset in rows.items() if len(dataset)}
     numbers["train"]["open_ends"] = sum({id(store): store.open_ends for store, _ in parts["train"]}.values())
     weights = tuple(config.weights())
+    questions = partial(_questions, examined, tokenizer)
     return StageData(
         rows["train"], rows["validation"], rows["test"], weights, questions, config.answer_pattern, numbers, identity
     )
@@ -106,11 +108,18 @@ def extract_answer(pattern: str, text: str) -> str | None:
     return found.group(1).strip() if found else None
 
 
-def held_out_questions(
-    store: TokenStore, held_out: np.ndarray, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+def _questions(
+    examined: list[tuple[TokenStore, np.ndarray, DataConfig]], tokenizer: PreTrainedTokenizerBase, most: int
 ) -> list[Question]:
-    """Return the last assistant turns of held-out chats that hold an answer. All before such a turn is its prompt."""
-    questions: list[Question] = []
+    sources = [_questions_of(*source, tokenizer) for source in examined]
+    in_turn = (question for turn in zip_longest(*sources) for question in turn if question is not None)
+    return list(islice(in_turn, most))
+
+
+def _questions_of(
+    store: TokenStore, held_out: np.ndarray, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Question]:
+    """Yield the last assistant turns of held-out chats that hold an answer. All before such a turn is its prompt."""
     for example in held_out.tolist():
         tokens = store[example]
         spoken = np.flatnonzero(tokens < NO_LOSS)
@@ -123,10 +132,7 @@ def held_out_questions(
         answer = extract_answer(config.answer_pattern, text)
         # Without a prompt there is nothing to continue; one longer than a row was never seen in training.
         if answer is not None and 0 < start < config.sequence_length:
-            questions.append(Question(tuple((tokens[:start] & ~NO_LOSS).tolist()), answer))
-        if len(questions) == MOST_QUESTIONS:
-            break
-    return questions
+            yield Question(tuple((tokens[:start] & ~NO_LOSS).tolist()), answer)
 
 
 def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:

@@ -306,7 +306,7 @@ class TrainingLoop:
         wanted = self.stage.train.exact_match_problems
         if not wanted or self.log.value(self.step, "exact_match") is not None:
             return
-        questions = self.data.questions[:wanted]
+        questions = self.data.questions(wanted)
         if not questions:
             if self.step == 0:
                 logger.info('no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)')

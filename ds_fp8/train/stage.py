@@ -208,7 +208,7 @@ class TrainConfig(Section):
     keep_best: bool = False
     """Also keep the checkpoint of the lowest validation loss; `eval_every` must divide `save_every`."""
     exact_match_problems: int = Field(0, ge=0)
-    """Held-out problems to answer before and after training."""
+    """Held-out problems to answer before and after training, of all sources in turn."""
     max_new_tokens: int = Field(48, gt=0)
     """Length limit of an answer."""
     timeout: float = Field(300.0, ge=1)

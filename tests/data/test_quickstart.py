@@ -48,5 +48,5 @@ def test_stages_read_files_that_are_the_same_every_time(tmp_path, monkeypatch):
         assert config.path.endswith(name)
         data = build_data(config, tokenizer := build_tokenizer(config))
         assert len(data.train) > 4
-        assert bool(data.questions) == (stage != "cpt")
+        assert bool(data.questions(1)) == (stage != "cpt")
         assert len(tokenizer) == 560

@@ -134,12 +134,31 @@ def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_pat
     (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
     own = {"path": str(tmp_path / "own.jsonl"), "validation_fraction": 0.4, "answer_pattern": r"#### (\d+)"}
     data = build(tokenizer, CHATS, **own)
-    assert 0 < len(data.questions) < 16
-    for question in data.questions:
+    questions = data.questions(16)
+    assert 0 < len(questions) < 16
+    for question in questions:
         prompt = tokenizer.decode(question.prompt)
         n = int(question.answer) // 2
         assert n % 2
         assert prompt == tokenizer.apply_chat_template(chats[n][:3], tokenize=False, add_generation_prompt=True)
+
+
+def test_questions_come_from_all_sources_in_turn_and_as_many_as_are_asked_for(tokenizer, tmp_path):
+    sources = []
+    for name, chats in (("one", 40), ("two", 1000)):
+        lines = [
+            [{"role": "user", "content": f"{name} {n}?"}, {"role": "assistant", "content": f"#### {n}"}]
+            for n in range(chats)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in lines))
+        sources.append({"path": str(tmp_path / f"{name}.jsonl")})
+    own = {"sources": sources, "validation_fraction": 0.5, "answer_pattern": r"#### (\d+)"}
+    data = build(tokenizer, {key: value for key, value in CHATS.items() if key != "path"}, **own)
+    questions = data.questions(10_000)
+    assert len(questions) == 20 + 500
+    assert data.questions(60) == questions[:60]
+    of_one = ["one" in tokenizer.decode(question.prompt) for question in questions]
+    assert of_one == [True, False] * 20 + [False] * 480
 
 
 @pytest.mark.parametrize(

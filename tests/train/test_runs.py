@@ -266,7 +266,7 @@ def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, w
     assert result["exact_match"]["before"] == 0
     records = read_metrics(tmp_path / "run" / "metrics.jsonl", 10**9)
     [*_, last] = (record["answers"] for record in records if record.get("event") == "answers")
-    asked = [tokenizer.decode(question.prompt, skip_special_tokens=True) for question in data.questions[:3:2]]
+    asked = [tokenizer.decode(question.prompt, skip_special_tokens=True) for question in data.questions(3)[::2]]
     assert [answer["prompt"] for answer in last] == asked  # rank 0's
     assert all(answer["expected"] and not answer["right"] for answer in last)
     assert min(result["bytes_per_step"]["all_gather_bytes"], result["bytes_per_step"]["grad_bytes"]) > 0

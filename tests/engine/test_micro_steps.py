@@ -11,7 +11,6 @@ from torch.utils import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.engine.attach import _of_any_rank
 from ds_fp8.graphs.capture import before_process_groups_end, process_groups_used, random_states_unread
 from ds_fp8.graphs.conditions import (
     MIN_DOCUMENTS,
@@ -26,6 +25,7 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import use_fp8_attention
 from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
+from ds_fp8.zero.collectives import reason_of_any
 from tests.zero import models
 
 
@@ -40,7 +40,7 @@ def test_the_report_says_why_there_are_none(ranks, graph, why):
 
 
 def of_one_rank(_):
-    return _of_any_rank("here" if dist.get_rank() == 1 else None)
+    return reason_of_any("here" if dist.get_rank() == 1 else None)
 
 
 def test_a_reason_of_one_rank_holds_for_all(ranks):

@@ -149,9 +149,9 @@ def test_what_a_mixture_adds_to_its_loss_weighs_as_much_in_many_micro_batches_as
     del tiny["train_micro_batch_size_per_gpu"], tiny["gradient_accumulation_steps"]
     tiny |= {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "fp8": {"enabled": False}}
     tiny["gradient_clipping"] = 0.0
-    tiny["train"] |= {"steps": 2, "schedule": {"type": "constant", "warmup": 0}}
+    tiny["train"] |= {"steps": 1, "schedule": {"type": "constant", "warmup": 0}}
     found = {}
-    for budget in (64, 256, 1024):
+    for budget in (64, 1024):
         for weight in (0.0, 10.0):
             tiny["model"]["config"] = {**MIXTURE, "router_aux_loss_coef": weight}
             tiny["data"]["tokens_per_gpu"] = budget
@@ -159,9 +159,9 @@ def test_what_a_mixture_adds_to_its_loss_weighs_as_much_in_many_micro_batches_as
             tiny["train"]["run_dir"] = str(folder)
             ranks(2, trained, write(tiny), str(cache_home))
             found[budget, weight] = next(line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line)
-    added = [found[budget, 10.0]["loss"] - found[budget, 0.0]["loss"] for budget in (64, 256, 1024)]
+    added = [found[budget, 10.0]["loss"] - found[budget, 0.0]["loss"] for budget in (64, 1024)]
     assert added[0] > 10
-    assert added == pytest.approx([added[0]] * 3, rel=0.1)
+    assert added == pytest.approx([added[0]] * 2, rel=0.1)
     assert found[64, 0.0]["loss"] == pytest.approx(found[1024, 0.0]["loss"], rel=1e-3)
-    norms = [found[budget, 10.0]["gradient_norm"] for budget in (64, 256, 1024)]
-    assert norms == pytest.approx([norms[0]] * 3, rel=0.3)
+    norms = [found[budget, 10.0]["gradient_norm"] for budget in (64, 1024)]
+    assert norms == pytest.approx([norms[0]] * 2, rel=0.3)

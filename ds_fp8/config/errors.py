@@ -41,7 +41,7 @@ def first_line(error: BaseException) -> str:
 
 
 def first_paragraph(error: BaseException) -> str:
-    """Return the first paragraph of an error's message on one line, or its type: classes of transformers need it."""
+    """Return an error's first paragraph on one line, or its type: transformers' first lines say little."""
     return clipped(" ".join(str(error).split("\n\n")[0].split()), 300) or type(error).__name__
 
 

@@ -182,6 +182,7 @@ def healthy(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> li
 
 
 def none_trained(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> bool:
+    """Return whether all runs failed to train, in FP8 and in BF16."""
     return all(diverged(run, grid) for each in comparisons for run in each.columns.values())
 
 

@@ -77,7 +77,8 @@ def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
         if isinstance(value, (list, tuple)) and len(value) == layers:  # a kind for each layer
             setattr(text, key, value[:LAYERS])
         if key in ("intermediate_size", "moe_intermediate_size") and not hasattr(text, "conv_kernel"):
-            setattr(text, key, min(value, WIDTH))  # of an MLP, which mixes no tokens, and is most of a layer
+            # Of an MLP, which mixes no tokens and is most of a layer; beside convolutions it is the width of a state.
+            setattr(text, key, min(value, WIDTH))
         if key.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
             setattr(text, key, None)
     text.num_hidden_layers, text.vocab_size = min(layers, LAYERS), VOCABULARY

@@ -173,6 +173,7 @@ def test_a_small_model_fits_on_the_gpus_that_the_table_names(row, stage):
     name, weights, length, recomputed, gpus, gpu, gib = row
     file = FOLDER / name / f"{stage}.json"
     raw = read_json(file)
+    assert raw["fp8"]["preset"] == "precise"  # all begin with weights that were trained in BF16
     assert raw["model"] == {"path": weights, "activation_checkpointing": recomputed == "yes"}
     assert raw["data"]["sequence_length"] == int(length) <= SHAPES[weights]["max_position_embeddings"]
     found = estimate(with_known_model(raw, file), gpus=int(gpus))

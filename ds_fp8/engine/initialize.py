@@ -126,7 +126,11 @@ def initialize(
         notes = restore_inverse_frequencies(model)
         prefetch, more = wider_prefetch(configuration.zero, model)
         notes += more
-
+        named = fp8.preset if isinstance(fp8.preset, str) else fp8.preset.get("linear")
+        asked = preset_reason is None and "preset" in fp8.model_fields_set and named == DEFAULT
+        if asked and weights_are_trained(model)[0]:
+            closer = f"{FOR_TRAINED} ends closer to BF16 (docs/configuration.md)"
+            notes.append(f"preset {DEFAULT} on trained weights: {closer}")
     if fp8.fuses_loss and model is not None:
         loss = _located(file, _fuse_loss, model, fp8)
     if conversion is not None and conversion.leaf_classes:

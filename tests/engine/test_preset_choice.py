@@ -118,6 +118,27 @@ def test_what_the_section_names_stays(ranks, folder):
     assert partial[1] is not None
 
 
+def notes_on_preset(folder, build, section):
+    config = models.config(section)
+    model = BUILDS[build][0](folder, config)
+    engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine.destroy()
+    return [note for note in engine.fp8.report["notes"] if note.startswith("preset")]
+
+
+def test_a_note_says_where_trained_weights_meet_infir2(ranks, folder):
+    def notes_of(build, section):
+        return ranks(1, notes_on_preset, folder, build, {**OPEN, **section})[0]
+
+    said = ["preset infir2 on trained weights: precise ends closer to BF16 (docs/configuration.md)"]
+    assert notes_of("from_pretrained", {"preset": "infir2"}) == said
+    assert notes_of("from_pretrained", {"preset": "infir2", "optimizer": "coat"}) == said
+    assert notes_of("from_pretrained under zero.Init", {"preset": "infir2"}) == said
+    assert not notes_of("from_config", {"preset": "infir2"})
+    assert not notes_of("from_pretrained", {})
+    assert not notes_of("from_pretrained", {"linear": {"input": {"scale": "fp32"}}})
+
+
 @pytest.mark.parametrize(
     ("section", "is_open"),
     [

@@ -3,29 +3,48 @@
 # runs/quickstart/report.html. Two CPU ranks, or the machine's GPUs. Run it again and it continues where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+usage="usage: ./scripts/quickstart.sh [--steps N]
+  --steps N  steps of every stage, to see that all of it runs (default: 230, 110 and 160)"
+steps=
+case "$# ${1-}" in
+  "0 ") ;;
+  "1 -h" | "1 --help") sed -n '/^# /s/^# //p;/^set/q' scripts/quickstart.sh; echo "$usage"; exit ;;
+  "2 --steps") steps=$2 ;;
+  *) printf 'error: unknown arguments: %s\n%s\n' "$*" "$usage" >&2; exit 2 ;;
+esac
+[[ $# = 0 || $steps =~ ^[1-9][0-9]*$ ]] || { printf 'error: --steps %s is no number of steps\n%s\n' "$steps" "$usage" >&2; exit 2; }
 . scripts/environment.sh recipe
+
+# A stage begins with the weights of the one before: what ran with other steps is no start, and is not continued.
+runs=runs/quickstart
+if [ -d $runs/fp8 ] && [ "$(cat $runs/steps 2>/dev/null)" != "$steps" ]; then
+  fail "$runs has runs of other lengths (--steps)" "move the folder away, or give the steps that it was made with"
+fi
+mkdir -p $runs && echo "$steps" >$runs/steps
 
 ranks=2
 if have_gpu; then ranks=$(nvidia-smi -L | grep -c GPU); fi
-export TOKENIZERS_PARALLELISM=false
+export TOKENIZERS_PARALLELISM=false DS_FP8_CACHE=${DS_FP8_CACHE:-$runs/cache}
 
 python examples/quickstart/make_data.py
 
 run() {  # kind stage [--set key=value ...]
   echo; echo "== $2, $1"
-  deepspeed --num_gpus "$ranks" scripts/train.py --deepspeed_config "ds_configs/quickstart/$2.json" "${@:3}"
+  # Not `deepspeed`: the first line of that script names no interpreter whose path has spaces.
+  python -m deepspeed.launcher.runner --num_gpus "$ranks" scripts/train.py \
+    --deepspeed_config "ds_configs/quickstart/$2.json" ${steps:+--set "train.steps=$steps"} "${@:3}"
 }
 
 run fp8 cpt
 run fp8 sft_stage1
 run fp8 sft_stage2
 
-bf16=runs/quickstart/bf16
+bf16=$runs/bf16
 run bf16 cpt --set fp8.enabled=false --set train.run_dir=$bf16/cpt
 run bf16 sft_stage1 --set fp8.enabled=false --set train.run_dir=$bf16/sft_stage1 --set train.init_from=$bf16/cpt
 run bf16 sft_stage2 --set fp8.enabled=false --set train.run_dir=$bf16/sft_stage2 --set train.init_from=$bf16/sft_stage1
 
 echo
-ds-fp8 report runs/quickstart --title "ds_fp8 quickstart: CPT, then two stages of SFT"
+ds-fp8 report $runs --title "ds_fp8 quickstart: CPT, then two stages of SFT"
 echo
 python -c 'import json; print("Conclusion:", json.load(open("runs/quickstart/summary.json"))["verdict"].split("\n")[0])'

@@ -5,19 +5,20 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh test
 ruff check .
 ruff format --check .
-# Reports are opened in a real browser, and jobs on many hosts run in network namespaces; without the programs for these
-# their tests are skipped.
-if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  missing=
-  command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || missing=chromium-headless-shell
-  { command -v pdsh && command -v sshd && command -v ip; } >/dev/null || missing+=" openssh-server pdsh iproute2"
-  if [ -n "$missing" ]; then
-    apt-get -qq update >/dev/null 2>&1 || true
-    for package in $missing; do  # one by one: those that are to be had
-      apt-get -qq install -y --no-install-recommends "$package" >/dev/null 2>&1 ||
-        echo "$package could not be installed: the tests that need it are skipped"
-    done
-  fi
+# Reports are opened in a real browser, and jobs on several hosts run in network namespaces, which root alone can make.
+browser() { for name in chromium-headless-shell chromium chromium-browser google-chrome; do type "$name" && return; done; }
+hosts() { PATH=$PATH:/usr/sbin:/sbin type pdsh sshd ip tc; }
+add() {  # one by one: those that are to be had
+  [ "$(id -u)" = 0 ] && command -v apt-get || return 0
+  apt-get -qq update || true
+  for package in "$@"; do apt-get -qq install -y --no-install-recommends "$package" || true; done
+}
+{ browser || add chromium-headless-shell; hosts || add openssh-server pdsh iproute2; } >/dev/null 2>&1
+browser >/dev/null 2>&1 || echo "no browser: tests that open reports are skipped (Debian: apt install chromium-headless-shell)"
+if [ "$(id -u)" != 0 ]; then
+  echo "not root: tests of jobs on several hosts are skipped (they need openssh-server, pdsh and iproute2, too)"
+elif ! hosts >/dev/null 2>&1; then
+  echo "no sshd, pdsh, ip or tc: tests of jobs on several hosts are skipped (Debian: apt install openssh-server pdsh iproute2)"
 fi
 # One thread a process: the tests start several ranks on few cores. Three files of tests at a time, for many wait for
 # processes that they started; in their own order, or the longest files, which have the fewest tests, would come last.

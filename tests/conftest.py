@@ -1,5 +1,6 @@
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,9 +8,13 @@ from hypothesis import settings
 
 from tests.interpreter import count_with_tensors
 from tests.ranks import RankPools
+from tests.surroundings import leave
 
-settings.register_profile("ds_fp8", deadline=None)  # other tests run beside, on few cores
+# Other tests run beside, on few cores; no examples of earlier runs are read.
+settings.register_profile("ds_fp8", deadline=None, database=None)
 settings.load_profile("ds_fp8")
+
+FOLDER = leave()  # before the libraries that look at homes and variables as they are imported
 
 if os.environ.get("DS_FP8_TEST_GPUS") == "2" and int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
     os.environ["CUDA_VISIBLE_DEVICES"] = "1,0"  # every second process of tests calls the second GPU its first
@@ -51,6 +56,16 @@ def gpu_ranks():
     pools = RankPools("cuda")
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _elsewhere():
+    """Begin in a folder that no other command writes to: names of shipped stages, such as runs/..., are relative."""
+    before = Path.cwd()
+    (FOLDER / "current").mkdir(exist_ok=True)
+    os.chdir(FOLDER / "current")
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

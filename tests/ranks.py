@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import pickle
 import tempfile
 import traceback
 import warnings
@@ -72,7 +73,7 @@ def _worker(
     deepspeed.init_distributed(dist_backend="nccl" if accelerator == "cuda" else "gloo", verbose=False)
     while True:
         try:
-            function, args = connection.recv()
+            function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
@@ -90,9 +91,10 @@ def _worker(
             torch.cuda.empty_cache()  # other processes of tests share the GPU
             left = torch.cuda.memory_reserved()
         try:
-            connection.send((*answer, left))
+            sent = pickle.dumps((*answer, left))
         except Exception:  # what cannot be sent
-            connection.send((False, traceback.format_exc(), left))
+            sent = pickle.dumps((False, traceback.format_exc(), left))
+        connection.send_bytes(sent)
         del answer
 
 
@@ -144,13 +146,17 @@ class RankPool:
             self.close()
             where = getattr(function, "__qualname__", repr(function))
             raise RankDied("\n".join([f"exit codes by rank {codes} in {where}", *stacks])) from None
+        except BaseException:
+            self.close()  # an answer that is still to come would be taken for that of the next function
+            raise
 
     def _crash_file(self, rank: int) -> str:
         return f"{self._crashes.name}/{rank}.txt"
 
     def _run(self, function: Callable, args: tuple) -> list[Any]:
+        sent = pickle.dumps((function, args))  # all bytes: send() opens a file a tensor, and 1024 are many users' limit
         for connection in self._connections:
-            connection.send((function, args))
+            connection.send_bytes(sent)
         waiting, answers = dict(zip(self._connections, range(self.world), strict=True)), {}
         while waiting:
             # Once one rank has failed the others may wait for it in a collective for ever.
@@ -163,7 +169,7 @@ class RankPool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    good, value, left = connection.recv()
+                    good, value, left = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     if not failed:
                         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -296,7 +297,7 @@ def test_a_command_without_the_recipes_packages_says_what_to_install(monkeypatch
 
 
 def test_a_reader_that_closes_its_pipe_sees_no_traceback():
-    program = f"{sys.executable} -c 'from ds_fp8.cli import entry; entry()' configs"
+    program = f"{shlex.quote(sys.executable)} -c 'from ds_fp8.cli import entry; entry()' configs"
     done = subprocess.run(f"{program} | head -1", shell=True, capture_output=True, text=True, check=False)
     assert done.stdout.count("\n") == 1
     assert "Traceback" not in done.stderr

@@ -92,6 +92,9 @@ def fp8_in_words(raw: Mapping[str, Any], fp8: FP8Config) -> str:
     if not fp8.enabled:
         return "FP8 is off"
     if leaves_preset_open(raw.get("fp8")):
+        if "train" in raw or "data" in raw:  # a stage, which knows before its weights are looked at
+            begins = "its weights are loaded" if FOR_TRAINED in fp8.preset_name else "its weights are random"
+            return f"FP8 is on, preset {fp8.preset_name}: the stage names none, and {begins}"
         return (
             f"FP8 is on; no preset is named, and {fp8.preset_name} assumed here: it is {FOR_TRAINED} where weights are "
             f"trained, {DEFAULT} where they are random"

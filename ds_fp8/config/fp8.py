@@ -242,7 +242,7 @@ class FP8Config(Section):
     """false: plain BF16, for a twin run from the same file."""
     preset: str | dict[Axis, str] = DEFAULT
     """A name of the table above, or one a section: {"linear": "infir2", "optimizer": "coat"}. Left out: `precise` where
-    the model's weights are trained.
+    the model's weights are trained, `infir2` where they are random.
 
     Supplies the keys that you leave out. The start report says which it is. Beside casts of your own in `linear` it is
     `infir2`."""

@@ -55,7 +55,7 @@ class DataConfig(Section):
     """Branch, tag or commit; null: its main branch."""
 
     chat_template: str | None = None
-    """"chatml", or a file with a Jinja template; null: the tokenizer's."""
+    """"chatml", or a file with a Jinja template; null: the tokenizer's, or ChatML where it has none."""
 
     add_bos: bool = True
     """Begin documents with the tokenizer's beginning-of-text token, if any."""

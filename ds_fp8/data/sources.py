@@ -151,6 +151,8 @@ def _remedy(reason: str) -> str:
         return "pip install zstandard"
     if "Couldn't cast" in reason:
         return "give all rows the same columns, with values of one kind: what is first read decides for all"
+    if "Permission denied" in reason or "Read-only" in reason:
+        return "make accessible what is named; the folder of Hugging Face's caches is HF_HOME"
     return "repair the file"
 
 

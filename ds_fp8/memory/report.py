@@ -46,7 +46,7 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
     if any(column.host_bytes for column in columns):
         table.add_row("pinned host memory, activations", *(gib(column.host_bytes) for column in columns))
     if memory_bytes is None:
-        _print(table, console)
+        print_table(table, console)
         return
     table.add_section()
     for what, label in (("micro_batch", "largest micro-batch, rows"), ("sequence_length", "longest row, tokens")):
@@ -57,7 +57,7 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
     for size in [1, *shared] if shared else []:
         label = f"  {size} GPUs share a row" if size > 1 else "  a row on one GPU"
         table.add_row(label, *(_size(found[size]) for found in longest))
-    _print(table, console)
+    print_table(table, console)
     if shared:
         console.print(
             "The last rows: the longest rows by memory alone, beyond the model's positions too; GPUs share a row by "
@@ -77,9 +77,11 @@ def _table(*heads: str) -> Table:
     return table
 
 
-def _print(table: Table, console: Console) -> None:
+def print_table(table: Table, console: Console) -> None:
     """Print a table; in the whole width that it needs where no terminal limits it."""
-    console.print(table, width=None if console.is_terminal else WIDE, crop=False)
+    if not console.is_terminal:
+        console.width = WIDE  # 80 without a terminal, and print(width=...) makes that only smaller
+    console.print(table, crop=False)
 
 
 def print_plan(points: Sequence[Point], raw: Mapping[str, Any], memory_bytes: int | None) -> None:
@@ -98,7 +100,7 @@ def print_plan(points: Sequence[Point], raw: Mapping[str, Any], memory_bytes: in
         shown = f"{gib(needs)}{' (does not fit)' if over else ''}"
         table.add_row(point.name, str(w.gpus), str(w.rows), f"{w.sequence_length:,}", shown, expected.peak.name)
     console = Console(highlight=False, soft_wrap=True)
-    _print(table, console)
+    print_table(table, console)
     for reason in reasons:
         console.print(f"no estimate: {reason}", markup=False)
 
@@ -129,7 +131,7 @@ def print_records(records: Sequence[Record], console: Console) -> None:
             shares = (NONE if expected is None else f"{expected / peak - 1:+.1%}", f"{peak / first:.2f}")
             measured = [gib(peak), estimated, *shares, f"{tokens:,.0f}", f"{record['loss']:.4f}"]
         table.add_row(record["name"], record["status"], *measured)
-    _print(table, console)
+    print_table(table, console)
 
 
 def best_of(records: Sequence[Record]) -> Record | None:

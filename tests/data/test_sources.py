@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import datasets
@@ -57,6 +58,19 @@ def test_texts_from_a_file_that_may_change(ending, tmp_path):
     for texts in (TEXTS, [*TEXTS, "One more."]):
         path = _write(tmp_path / f"data{ending}", "text", texts)
         assert [text.strip() for text in read(path)] == texts
+
+
+def test_a_cache_that_cannot_be_written_is_no_damaged_file(tmp_path, monkeypatch):
+    """As the home of a service: datasets makes its folder there although nothing is cached."""
+    path = _write(tmp_path / "data.txt", "text", TEXTS)
+
+    def makedirs(folder, *_, **__):
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "makedirs", makedirs)
+    error = _error(path)
+    assert "Permission denied" in error.problem
+    assert "HF_HOME" in error.remedy
 
 
 @pytest.mark.parametrize("ending", TABLES)

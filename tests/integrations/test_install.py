@@ -39,15 +39,17 @@ def engines(section, default, twice):
     finally:
         ds_fp8.uninstall()
     plain = deepspeed.initialize(model=Net().bfloat16(), config=config(section))[0]
-    return [report.get("preset") for report in results], hasattr(plain, "fp8")
+    made, enabled = ([report.get(key) for report in results] for key in ("preset", "enabled"))
+    return made, enabled, hasattr(plain, "fp8")
 
 
 @pytest.mark.parametrize(
     ("default", "twice", "presets"), [(None, True, ["rowwise", None]), ("coat", False, ["rowwise", "coat"])]
 )
 def test_every_call_honours_its_section_until_uninstalled(ranks, default, twice, presets):
-    for made, still_installed in ranks(2, engines, {"preset": "rowwise"}, default, twice):
+    for made, enabled, still_installed in ranks(2, engines, {"preset": "rowwise"}, default, twice):
         assert made == presets
+        assert enabled == [preset is not None for preset in presets]  # as docs/integrations.md has programs ask
         assert not still_installed
 
 

@@ -12,6 +12,7 @@ from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
 from ds_fp8.memory import estimate, estimate_workload, largest_that_fits, read_workload
 from ds_fp8.memory.estimate import GPUS, gpu_of, gpus_that_fit, longest_contexts, search, settings_that_fit
+from ds_fp8.train import load_stage
 from tests.memory import workloads
 
 GIB = 1 << 30
@@ -192,21 +193,30 @@ def test_one_amount_of_memory():
 
 
 @pytest.mark.parametrize(
-    ("source", "preset"),
+    ("source", "preset", "why"),
     [
-        ({"model": {"path": "Qwen/Qwen3-0.6B-Base"}}, "precise"),
-        ({"model": {"path": "Qwen/Qwen3-0.6B-Base", "config": None}}, "precise"),
-        ({"model": {"config": workloads.MODEL}}, "infir2"),
+        ({"model": {"path": "Qwen/Qwen3-0.6B-Base"}}, "precise", "loaded"),
+        ({"model": {"path": "Qwen/Qwen3-0.6B-Base", "config": None}}, "precise", "loaded"),
+        ({"model": {"config": workloads.MODEL}}, "infir2", "random"),
     ],
 )
-def test_an_open_preset_is_that_of_check(source, preset, tmp_path, capsys):
+def test_an_open_preset_is_that_of_check(source, preset, why, tmp_path, capsys):
     """Also where the shape of a known model stands for its name, and where the estimate is made from Python."""
     raw = {**workloads.stage(fp8={"monitor": {"every": 0}}), **source}
     file = tmp_path / "stage.json"
     file.write_text(json.dumps(raw))
     for command in ("check", "estimate"):
         assert main([command, str(file)]) == 0
-        assert f"no preset is named, and {preset} assumed here" in capsys.readouterr().out
+        assert f"preset {preset}: the stage names none, and its weights are {why}" in capsys.readouterr().out
+    assert load_stage(file).fp8.preset == preset  # what training takes, whatever the weights are
+
+
+def test_the_preset_of_a_program_is_left_to_the_weights(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    raw = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "fp8": {}}
+    file.write_text(json.dumps(raw))
+    assert main(["check", str(file)]) == 0
+    assert "no preset is named, and infir2 assumed here: it is precise where weights" in capsys.readouterr().out
 
 
 def test_an_open_preset_of_a_folder_is_estimated_as_precise(tmp_path):

@@ -172,6 +172,16 @@ def test_the_table_on_the_terminal():
     assert "out of memory" in lines[6]
 
 
+def test_a_table_in_a_file_is_whole():
+    """As in a pipe: rich takes 80 columns there."""
+    console = Console(file=io.StringIO(), highlight=False, soft_wrap=True)
+    print_records(RECORDS, console)
+    lines = console.file.getvalue().splitlines()
+    heads = ["point", "status", "peak GiB", "estimate GiB", "deviation", "of the first", "tokens/s/GPU", "loss"]
+    assert [word.strip() for word in lines[1].split("┃")[1:-1]] == heads
+    assert len(lines) == len(RECORDS) + 4
+
+
 def test_the_best_point_has_the_casts_that_were_measured(tmp_path):
     """null says that wgrad's input is cast as fprop's, which is not so in this preset."""
     raw = workloads.stage(fp8={"preset": "hybrid_fast", "linear": {"wgrad": {"input": None}}})

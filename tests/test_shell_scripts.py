@@ -72,6 +72,11 @@ def test_wrong_options_of_the_quickstart_are_refused_before_anything_is_installe
     assert not (script.folder / ".venv").exists()
 
 
+def test_the_tests_packages_are_those_of_the_quickstart_too(script):
+    assert "Installing" in script("test.sh").stdout
+    assert "Installing" not in script("quickstart.sh").stdout
+
+
 def test_the_quickstart_in_few_steps(script):
     assert "--steps N" in script("quickstart.sh", "--help").stdout
     lines = script("quickstart.sh", "--steps", "2").stdout.splitlines()

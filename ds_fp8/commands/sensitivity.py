@@ -189,8 +189,6 @@ def _write(file: Path, content: dict[str, Any], console: Console) -> None:
 def _print(figures: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
-    from ds_fp8.memory.report import print_table
-
     table = Table("part", "FLOPs", "loss", "divergence", "for 1% of FLOPs")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -202,7 +200,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         numbers = (f"{cost[key]:.2e}" for key in ("divergence", "divergence_per_percent_of_flops"))
         table.add_row(part, f"{cost['flops_share']:.2%}", loss, *numbers)
     console.print(f"preset {figures['preset']}, {figures['tokens']:,} tokens, loss without casts {figures['loss']:.4f}")
-    print_table(table, console)
+    console.print(table)
     console.print("divergence: nats a token from the predictions without casts; chance moves it less than the loss")
     if not proposal["overrides"]:
         smallest = min((cost for cost in costs if cost["divergence"] > 0), key=lambda cost: cost["flops_share"])

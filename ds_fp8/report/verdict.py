@@ -133,10 +133,7 @@ def _of_one_seed(level: Level, runs: str, where: str = "") -> str:
         return f"FP8 ends worse than BF16 in {runs}."
     if level == "good":
         return f"FP8 ends no worse than BF16 in {runs}. One seed cannot say more; {MORE_SEEDS} can."
-    return (
-        f"FP8 trains like BF16 in {runs}; what is between them{where} may be chance, as it is in short runs. One seed "
-        f"cannot tell; {MORE_SEEDS} can."
-    )
+    return f"One seed decides nothing: what is between FP8 and BF16{where} may be chance. {MORE_SEEDS} can tell."
 
 
 def judge_all(comparisons: Sequence[Comparison]) -> Verdict:

@@ -114,7 +114,8 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise _damaged(state.checkpoint, problems[0] + more, "train.run_dir" if state.step else "train.resume")
         _check_base(stage, state)
-        say(f"checkpoint {state.checkpoint.name}: all as it was saved ({time.monotonic() - started:.1f} s)")
+        further = f"; goes on behind step {state.step} of {stage.train.steps}" if state.step else ""
+        say(f"checkpoint {state.checkpoint.name}: all as it was saved ({time.monotonic() - started:.1f} s){further}")
     return state
 
 

@@ -45,6 +45,7 @@ def test_no_damage_is_passed_over_in_silence(name, damaged, ranks):
     if step_of := FROM.get(name):
         assert (went_on_from, len(lines)) == (step_of, 1)
         assert f"step_{step_of}: all as it was saved" in said
+        assert re.search(rf"goes on behind step {step_of} of \d+$", said)
     else:
         assert went_on_from is None
         assert "remedy:" in said

@@ -5,8 +5,9 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,24 @@ import datasets
 import fsspec
 
 from ds_fp8.config.errors import UserError, first_line
+from ds_fp8.data.chat import MAX_CHARACTERS, RESERVED, Chat, Message, check_text
 from ds_fp8.data.config import DataConfig
 
 Text = str
-Chat = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+FORMS = ("completion", "conversations", "instruction", "chosen")
+"""Columns of other forms of chats: TRL's prompt and completion, ShareGPT, Alpaca, pairs of preference."""
+UNREAD = ("tool_defs", "functions", "function_call", "system", "system_prompt", "enable_thinking", "thinking")
+UNREAD += (IMAGES := ("image", "images", "videos", "audio", "audios"))
+"""Columns beside messages that would change what is learnt."""
+UNREAD_KEYS = ("function_call", "train", "loss", "mask", "loss_mask", *IMAGES)
+"""The same of keys of a message."""
+EMPTY = (None, "", [], {})
+ELSE = 'write it as "tools", "tool_calls", "chat_template_kwargs", the first message, or "weight": 0, or leave it out'
+ELSE += ": docs/configuration.md, Chats"
 
 
 def read_examples(config: DataConfig) -> Iterator[Text | Chat]:
@@ -32,16 +43,20 @@ def read_examples(config: DataConfig) -> Iterator[Text | Chat]:
     """
     chat = config.format == "chat"
     name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
-    check = _checked_messages if chat else _checked_text
+    check = _checked_chat if chat else _checked_text
     table = _load(config.path)
+    # A table gives every message, tool and call all keys that any of them has: without nulls.
+    clean = _without_none if isinstance(table, datasets.IterableDataset) else lambda value: value
     for number, row in enumerate(_rows(table, config.path), 1):
+        where = f"row {number} of {config.path}"
         if name not in row:
-            columns, where = ", ".join(row), config.path if number == 1 else f"row {number} of {config.path}"
+            columns = ", ".join(row)
             remedy = f"set {key} to one of: {columns}" if number == 1 else f'give it a "{name}"; it has: {columns}'
-            raise UserError(f'{where} has no column "{name}"', key=key, remedy=remedy)
-        # A table gives every message, and every call of a tool in it, all keys that any of them has: without nulls.
-        value = _without_none(row[name]) if isinstance(table, datasets.IterableDataset) else row[name]
-        if example := check(value, number, config):
+            if chat and any(column in row for column in FORMS):
+                remedy = f'write [{{"role": "user", "content": ...}}, {{"role": "assistant", ...}}] for {columns}: '
+                remedy += "docs/configuration.md, Chats, says how"
+            raise UserError(f'{where if number > 1 else config.path} has no column "{name}"', key=key, remedy=remedy)
+        if example := check(row, where, config, clean):
             yield example
 
 
@@ -66,16 +81,21 @@ def _json_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
     """Yield the rows of JSON files, one a line or all in one list: without the keys that only other rows have."""
     for file in files:
         with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression=COMPRESSIONS.get(file.suffix)) as text:
-            lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
+            pieces = iter(partial(text.readline, MAX_CHARACTERS + 1), "")
+            lines = ((number, line) for number, line in enumerate(pieces, 1) if line.strip())
             number, first = next(lines, (1, "[]"))
             kind, rows = "line", chain([(number, first)], lines)
             if first.lstrip().startswith("["):
                 kind, rows = "row", enumerate(json.loads(first + text.read()), 1)
             for number, row in rows:
                 try:
+                    if isinstance(row, str) and len(row) > MAX_CHARACTERS:
+                        raise ValueError(f"line {number} of {file.name} has more than {MAX_CHARACTERS:,} characters")
                     row = json.loads(row) if isinstance(row, str) else row
                 except json.JSONDecodeError as error:
                     raise ValueError(f"line {number} of {file.name}: {error.msg} at column {error.colno}") from None
+                except RecursionError:
+                    raise ValueError(f"line {number} of {file.name} is nested too deep") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"{kind} {number} of {file.name} is of type {type(row).__name__} and no object")
                 yield row
@@ -188,26 +208,46 @@ def _inside(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names)
 
 
-def _checked_text(text: Any, row: int, config: DataConfig) -> str:
+def _checked_text(row: dict[str, Any], where: str, config: DataConfig, clean: Callable) -> str:
+    text = row[config.text_key]
     if text is None or (isinstance(text, str) and not text.strip()):
         return ""
     if not isinstance(text, str):
         raise UserError(
-            f'"{config.text_key}" of row {row} of {config.path} is not text but {type(text).__name__}',
+            f'"{config.text_key}" of {where} is not text but {type(text).__name__}',
             key="data.text_key",
             remedy="name the column that holds the text",
         )
+    check_text(text, where)
     return text
 
 
-def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
-    def malformed(problem: str) -> UserError:
-        return UserError(
-            f'"{config.messages_key}" of row {row} of {config.path} {problem}',
-            key="data.path",
-            remedy=f'give a list of {{"role": ..., "content": text}}, roles {", ".join(ROLES)}, with an assistant turn',
-        )
+def _checked_chat(row: dict[str, Any], where: str, config: DataConfig, clean: Callable[[Any], Any]) -> Chat:
+    def malformed(problem: str, column: str = config.messages_key, remedy: str = "") -> UserError:
+        form = f'give a list of {{"role": ..., "content": text}}, roles {", ".join(ROLES)}, with an assistant turn'
+        return UserError(f'"{column}" of {where} {problem}', key="data.path", remedy=remedy or form)
 
+    if column := next((column for column in UNREAD if row.get(column) not in EMPTY), None):
+        raise malformed("is not read", column, ELSE)
+    given = {}
+    for column in ("tools", "documents", "chat_template_kwargs"):
+        given[column] = clean(row.get(column))
+        with suppress(ValueError, RecursionError):  # text that is no JSON remains text, and is refused
+            given[column] = json.loads(given[column] or "null") if isinstance(given[column], str) else given[column]
+        objects = [given[column]] if column == "chat_template_kwargs" else given[column]
+        are_objects = isinstance(objects, list) and all(isinstance(each, dict) for each in objects)
+        if given[column] is not None and not (
+            are_objects and all(isinstance(each.get("function", {}), dict) for each in objects)
+        ):
+            raise malformed("is no object", column, "give a list of objects, one object for the template's variables")
+    variables = given.pop("chat_template_kwargs") or {}
+    if own := sorted(RESERVED & variables.keys()):
+        raise malformed(f'has "{own[0]}", which is no variable of a template', "chat_template_kwargs", "leave it out")
+    arguments = {column: value for column, value in given.items() if value is not None} | variables
+    return Chat(_checked_messages(clean(row[config.messages_key]), malformed), arguments, where)
+
+
+def _checked_messages(messages: Any, malformed: Callable[..., UserError]) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise malformed("is not a list of messages")
     checked = []
@@ -218,19 +258,20 @@ def _checked_messages(messages: Any, row: int, config: DataConfig) -> Chat:
             raise malformed(f'has the unknown role "{message["role"]}"')
         # Nulls inside calls of tools are their own.
         message = {key: value for key, value in message.items() if value is not None}
+        if key := next((key for key in UNREAD_KEYS if message.get(key) not in EMPTY), None):
+            raise malformed(f'has a message with "{key}", which is not read', remedy=ELSE)
         content = message.get("content")
-        if isinstance(content, list) and all(
-            isinstance(part, Mapping) and part.get("type") == "text" for part in content
-        ):
-            # Joined as vLLM joins them for templates that take text.
-            content = "\n".join(str(part.get("text", "")) for part in content)
         if content is None and not message.get("tool_calls"):
             raise malformed('has a message without "content" and without "tool_calls"')
-        if not isinstance(content, str | None):
+        parts = content if isinstance(content, list) else []
+        is_text = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
+        if not isinstance(content, str | list | None) or not is_text:
             raise malformed("has a content that is neither text nor a list of text parts")
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise malformed('has "tool_calls" that are no list of objects')
+        if not all(isinstance(call.get("function") or {}, Mapping) for call in calls):
+            raise malformed('has a call of a tool whose "function" is no object')
         if message.get("weight", 1) not in (0, 1):
             raise malformed(f'has the "weight" {message["weight"]}, which is neither 0 nor 1')
         checked.append({**message, "content": content})

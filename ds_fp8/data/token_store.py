@@ -2,6 +2,7 @@
 
 folder/tokens       uint32 [tokens]: token ids; the top bit marks a token that carries no loss
 folder/ends         int64 [examples]: where each example ends in tokens
+folder/digest       hash of both, and their sizes and times: changed files are told by it, and made anew
 folder/state.json   numbers of tokens and examples; written last: without it nothing counts
 """
 
@@ -15,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -27,6 +28,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from ds_fp8.config.log import logger
 from ds_fp8.data.chat import IGNORED, tokenize_chats
 from ds_fp8.data.config import DataConfig
 from ds_fp8.data.sources import read_examples, source_identity
@@ -35,7 +37,7 @@ from ds_fp8.data.tokenizer import encode_documents
 NO_LOSS = np.uint32(1 << 31)
 """Marks a token that carries no loss."""
 _HASHED_AT_ONCE = 1 << 22
-_TOKENS, _ENDS, _STATE = "tokens", "ends", "state.json"
+_TOKENS, _ENDS, _DIGEST, _STATE = "tokens", "ends", "digest", "state.json"
 
 BATCH_EXAMPLES = 512
 BATCH_CHARACTERS = 2_000_000
@@ -52,7 +54,7 @@ Report = Callable[[str, int, int, bool], None]
 
 VERSION = 2
 """Part of a store's name: raised when what it holds for the same source changes."""
-CHAT_VERSION = 3
+CHAT_VERSION = 4
 """The same for stores of chats alone."""
 
 
@@ -65,8 +67,10 @@ def tokenise_source(
     """
     folder = store_folder(config, tokenizer, cache_dir)
     with exclusive(folder):
-        if read_state(folder) is None:
+        if not _is_as_written(folder):
             _fill(folder, config, tokenizer, report)
+        elif not Path(config.path).expanduser().exists():
+            logger.info("%s: as it was read before; another data.cache_dir reads it again from the hub", config.path)
     return TokenStore(folder)
 
 
@@ -133,7 +137,8 @@ def _batches(examples: Iterator[Any]) -> Iterator[list]:
     batch, characters = [], 0
     for example in examples:
         batch.append(example)
-        characters += len(example) if isinstance(example, str) else sum(len(turn["content"] or "") for turn in example)
+        texts = [example] if isinstance(example, str) else [str(turn["content"]) for turn in example.messages]
+        characters += sum(map(len, texts))
         if len(batch) == BATCH_EXAMPLES or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -218,6 +223,7 @@ class TokenWriter:
             json.dump({"tokens": self.tokens, "examples": self.examples, "open_ends": self._open_ends}, file)
             file.flush()
             os.fsync(file.fileno())  # or a power loss may leave the name, and nothing behind it
+        _note_digest(self._folder, _hashed(self._folder))
         os.replace(part, self._folder / _STATE)
 
 
@@ -248,17 +254,11 @@ class TokenStore:
         return np.diff(self._ends, prepend=0)
 
     def digest(self) -> str:
-        file = self._folder / "digest"
-        # A power loss may leave the name, and nothing or part of the text behind it.
-        if not file.exists() or len(file.read_text()) != 32:
-            digest = xxhash.xxh3_128()
-            for numbers in (self._tokens, self._ends):
-                for start in range(0, len(numbers), _HASHED_AT_ONCE):
-                    digest.update(numbers[start : start + _HASHED_AT_ONCE])
-            part = file.with_name(f"digest.{os.getpid()}.part")
-            part.write_text(digest.hexdigest())
-            os.replace(part, file)
-        return file.read_text()
+        return (self._folder / _DIGEST).read_text()[:32]
+
+    def plan_state(self, files: Iterable[Path]) -> list[Any]:
+        """Return what files made of this store are known by, until it or they are changed."""
+        return [self.digest(), _stamps(*sorted(files))]
 
     def _begin(self, example: int) -> int:
         if not 0 <= example < len(self):
@@ -287,9 +287,44 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     try:
         state = json.loads((folder / _STATE).read_text())
         sizes = {_TOKENS: 4 * state["tokens"], _ENDS: 8 * state["examples"]}
-        return state if all((folder / name).stat().st_size == size for name, size in sizes.items()) else None
-    except (FileNotFoundError, ValueError):
+        is_whole = type(state["open_ends"]) is int
+        return state if is_whole and all((folder / name).stat().st_size == sizes[name] for name in sizes) else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
+
+
+def _stamps(*files: Path) -> list[list[int]]:
+    return [[stat.st_size, stat.st_mtime_ns] for stat in map(os.stat, files)]
+
+
+def _is_as_written(folder: Path) -> bool:
+    """Return whether a store is complete and what was written: by sizes and times, or else by its digest."""
+    if read_state(folder) is None:
+        return False
+    file = folder / _DIGEST
+    digest, _, noted = file.read_text(errors="replace").partition(" ") if file.exists() else ("", "", "")
+    if noted != json.dumps(_stamps(folder / _TOKENS, folder / _ENDS)):
+        # Copied, or written by an older version, or changed: all of it is read to know.
+        now = _hashed(folder)
+        if len(digest) == 32 and digest != now:
+            logger.warning("the tokens in %s have been changed, and are made anew", folder)
+            return False
+        _note_digest(folder, now)
+    return True
+
+
+def _hashed(folder: Path) -> str:
+    hashed = xxhash.xxh3_128()
+    for numbers in (_map(folder / _TOKENS, np.uint32), _map(folder / _ENDS, np.int64)):
+        for start in range(0, len(numbers), _HASHED_AT_ONCE):
+            hashed.update(numbers[start : start + _HASHED_AT_ONCE])
+    return hashed.hexdigest()
+
+
+def _note_digest(folder: Path, digest: str) -> None:
+    part = folder / f"{_DIGEST}.part"
+    part.write_text(f"{digest} {json.dumps(_stamps(folder / _TOKENS, folder / _ENDS))}")
+    os.replace(part, folder / _DIGEST)
 
 
 def _map(file: Path, dtype: type) -> np.ndarray:

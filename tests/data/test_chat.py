@@ -1,14 +1,18 @@
 """Which tokens of a conversation carry loss."""
 
+import functools
 import json
+import signal
 
+import datasets
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_data
-from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS, IGNORED, stop_tokens, tokenize_chats
+from ds_fp8.data import chat as module
+from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS, IGNORED, Chat, stop_tokens, tokenize_chats
 from ds_fp8.data.sources import read_examples
 from ds_fp8.data.stage import describe
 from tests.corpus import CHATS, MAKE
@@ -49,7 +53,7 @@ def with_template(tokenizer):
 
 
 def tokenize_chat(tokenizer, chat):
-    return tokenize_chats(tokenizer, [chat])[0][:2]
+    return tokenize_chats(tokenizer, [chat if isinstance(chat, Chat) else Chat(chat)])[0][:2]
 
 
 def _spans(tokenizer, labels):
@@ -96,7 +100,7 @@ def test_conversation_that_begins_with_the_assistant(with_template):
 
 
 def test_both_methods_agree_on_the_corpus(with_template):
-    chats = list(MAKE["chats"](60, mixed=True))
+    chats = [Chat(messages) for messages in MAKE["chats"](60, mixed=True)]
     marked = tokenize_chats(with_template(None), chats)
     assert marked == tokenize_chats(with_template(PLAIN_CHATML), chats)
     assert [chat[:2] for chat in marked] == [tokenize_chat(with_template(None), chat) for chat in chats]
@@ -211,7 +215,7 @@ def test_marks_that_leave_out_the_end_of_a_turn_are_counted(mark, ends, with_tem
     template = "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}" + mark + "{% endgeneration %}"
     template += "" if ends else "{{ '<|im_end|>' }}"
     tokenizer = with_template(template + "{{ '\n' }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}")
-    assert [chat.ends for chat in tokenize_chats(tokenizer, [CHAT, CHAT[:2]])] == [ends, True]
+    assert [chat.ends for chat in tokenize_chats(tokenizer, [Chat(CHAT), Chat(CHAT[:2])])] == [ends, True]
     (tmp_path / "own.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps({"messages": CHAT}))
     data = build_data(DataConfig(**CHATS | {"path": str(tmp_path / "own.jsonl")}), tokenizer)
     said = []
@@ -255,6 +259,153 @@ def test_files_of_openai_train(kind, with_template, tmp_path):
     text = tokenizer.decode(ids)
     assert all(part in text for part in ("Weather\ntoday?", "Rain."))
     assert not any(part in text for part in ("None", '\\"'))
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "x"}}}}}]
+AGENT = (  # Qwen3's shape: tools in a first turn, calls, thoughts that an argument switches off
+    "{%- if enable_thinking is false %}{{- '/no_think' }}{%- endif %}"
+    "{%- if tools %}{{- '<|im_start|>system\n<tools>' }}{%- for t in tools %}{{- t | tojson }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}{%- endif %}{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' %}GENERATION{{- m.reasoning_content or '' }}{{- m.content or '' }}"
+    "{%- for c in m.tool_calls or [] %}{{- c.function | tojson }}{%- endfor %}{{- '<|im_end|>' }}END"
+    "{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+UNMARKED = AGENT.replace("GENERATION", "").replace("END", "")
+MARKED = AGENT.replace("GENERATION", "{%- generation %}").replace("END", "{%- endgeneration %}")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet", "text"])
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+def test_tools_and_arguments_are_rendered_as_transformers_renders_them(template, ending, with_template, tmp_path):
+    tokenizer = with_template(template)
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Ask."},
+        {"role": "tool", "content": "rain", "name": "weather"},
+        {"role": "assistant", "content": "Rain."},
+    ]
+    rows = [
+        {"messages": messages, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}, "id": 1},
+        {"messages": CHAT, "tools": None, "chat_template_kwargs": None, "id": 2},
+    ]
+    expected = [
+        tokenizer.apply_chat_template(
+            row["messages"],
+            tools=row["tools"],
+            return_dict=True,
+            return_assistant_tokens_mask=template == MARKED,
+            **(row["chat_template_kwargs"] or {}),
+        )
+        for row in rows
+    ]
+    if ending == "text":  # as columns of many tables have it
+        rows = [{**row, "tools": row["tools"] and json.dumps(row["tools"])} for row in rows]
+    file = tmp_path / f"own{'.jsonl' if ending == 'text' else ending}"
+    if ending == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = tokenize_chats(tokenizer, list(read_examples(DataConfig(path=str(file), format="chat"))))
+    assert [chat.ids for chat in found] == [each["input_ids"] for each in expected]
+    assert "<tools>" in tokenizer.decode(found[0].ids)
+    if template == MARKED:
+        masks = [[int(label != IGNORED) for label in chat.labels] for chat in found]
+        assert masks == [each["assistant_masks"] for each in expected]
+    else:
+        spans = _spans(tokenizer, found[0].labels)
+        assert spans == ['Ask.{"name": "weather", "arguments": {"city": "Rome"}}<|im_end|>', "Rain.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "turn", "words"),
+    [
+        ({"tools": TOOLS}, {}, "leaves out tools"),
+        ({"enable_thinking": False}, {}, "leaves out enable_thinking"),
+        ({}, {"reasoning_content": "4 + 3"}, "leaves out reasoning_content"),
+        ({}, {"tool_calls": [CALL]}, "leaves out"),
+    ],
+)
+@pytest.mark.parametrize("template", [None, PLAIN_CHATML, "{{ 'tools' }}" + PLAIN_CHATML])
+def test_what_a_template_leaves_out_is_refused_by_row(template, arguments, turn, words, with_template):
+    chat = Chat([CHAT[1], {**CHAT[2], **turn}], arguments, "row 3 of own.jsonl")
+    if template and "tools" in template:
+        words = words.replace("tools", '"weather" of tools')
+    with pytest.raises(UserError, match=f"row 3 of own.jsonl: .* {words}") as caught:
+        tokenize_chat(with_template(template), chat)
+    assert caught.value.key == "data.chat_template"
+    assert ("ChatML" in str(caught.value)) is (template is None)
+    empty = Chat([CHAT[1], {**CHAT[2], "tool_calls": []}], {"tools": []})
+    assert tokenize_chat(with_template(template), empty) == tokenize_chat(with_template(template), CHAT[1:3])
+
+
+PARTS = (
+    "{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{{ p['text'] + ';' }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "text"), [(PARTS, "One;two;"), (PLAIN_CHATML, "user\nOne\ntwo")])
+def test_parts_of_text_go_to_templates_that_take_them(template, text, with_template):
+    tokenizer = with_template(template)
+    parts = [[{"type": "text", "text": each} for each in said] for said in (["One", "two"], ["Three"])]
+    chat = [{"role": "user", "content": parts[0]}, {"role": "assistant", "content": parts[1]}]
+    ids, labels = tokenize_chat(tokenizer, chat)
+    assert text in tokenizer.decode(ids)
+    assert "Three" in _spans(tokenizer, labels)[0]
+    if template == PARTS:
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def test_a_templates_own_error_comes_before_what_it_leaves_out(with_template):
+    chat = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    with pytest.raises(UserError, match="TemplateSyntaxError"):
+        tokenize_chat(with_template("{% for %}"), chat)
+
+
+def test_a_prompt_that_is_not_how_a_turn_begins_is_named(with_template):
+    """As R1's, which opens thoughts that turns do not have."""
+    opens = PLAIN_CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    with pytest.raises(UserError, match=r"turn 3 that its own prompt begins, which ends in '.*<think>"):
+        tokenize_chat(with_template(opens), CHAT)
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_without_end_is_ended(with_template, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 0.2)
+    timers = signal.getitimer(signal.ITIMER_PROF), signal.getsignal(signal.SIGPROF)
+    with pytest.raises(UserError, match=r"row 7 of x: the chat template fails: no end after 0\.2 s"):
+        tokenize_chat(with_template(LOOPS), Chat(CHAT, where="row 7 of x"))
+    assert (signal.getitimer(signal.ITIMER_PROF), signal.getsignal(signal.SIGPROF)) == timers
+
+
+DEEP = functools.reduce(lambda inner, _: [inner], range(3000), [])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"content": "half \ud800"}, "half a surrogate pair"),
+        ({"content": "x" * 3000}, "characters, 2,000 are allowed"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}, "RecursionError"),
+    ],
+)
+def test_a_row_that_is_no_text_for_a_tokenizer_is_named(change, words, with_template, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CHARACTERS", 2000)
+    with pytest.raises(UserError, match=f"row 9 of x:? .*{words}"):
+        tokenize_chat(with_template(MARKED), Chat([CHAT[1], {**CHAT[2], **change}], where="row 9 of x"))
+
+
+def test_arguments_that_are_no_json_are_the_text_that_they_are(with_template):
+    """As transformers has it, whether they are too deep to be read or none at all."""
+    for text in ("[" * 3000, "city: Rome"):
+        call = {**CHAT[2], "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+        ids, _ = tokenize_chat(with_template(MARKED), [CHAT[1], call])
+        assert text in with_template(MARKED).decode(ids)
 
 
 def test_calls_that_a_template_leaves_out_are_not_dropped(with_template):

@@ -13,6 +13,7 @@ import pytest
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_data
+from ds_fp8.data import sources as module
 from ds_fp8.data.sources import read_examples
 
 TEXTS = ["The first text.", "The second text,\nof two lines.", "The third."]
@@ -43,7 +44,9 @@ def _write(path, column, values):
 def read(path, tokenizer=None, **keys):
     """Return the examples, or with a tokenizer the data of a stage."""
     config = DataConfig(path=str(path), tokenizer="given", **keys)
-    return build_data(config, tokenizer) if tokenizer else list(read_examples(config))
+    if tokenizer:
+        return build_data(config, tokenizer)
+    return [example if isinstance(example, str) else example.messages for example in read_examples(config)]
 
 
 def _error(path, tokenizer=None, **keys):
@@ -221,6 +224,7 @@ def test_a_missing_column_names_those_there_are(tmp_path):
         [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "Hello"}],
         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "weight": 0.5}],
         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "tool_calls": "f"}],
+        *([CHATS[0][0], {**CHATS[0][1], "tool_calls": [{"function": each}]}] for each in ("f", 1, True, [1])),
     ],
 )
 def test_malformed_messages(messages, tmp_path):
@@ -228,3 +232,53 @@ def test_malformed_messages(messages, tmp_path):
     assert error.key == "data.path"
     assert "row 1 of" in str(error)
     assert "content" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("tools", value) for value in ("[", "{}", 3, [1], ["weather"], [{"function": 1}], "[" * 100_000)),
+        *(("chat_template_kwargs", value) for value in ("no", [], {"messages": []}, {"add_generation_prompt": True})),
+        *(("documents", value) for value in ("text", {"text": "x"})),
+        *((column, "x") for column in ("functions", "tool_defs", "system", "images", "enable_thinking")),
+        *(("messages", [CHATS[0][0], {**CHATS[0][1], key: False}]) for key in ("train", "loss", "function_call")),
+    ],
+)
+def test_a_field_beside_messages_is_read_or_refused(column, value, tmp_path):
+    rows = [{"messages": CHATS[0], "id": 3, "source": "web", "parallel_tool_calls": True, "images": []}]
+    rows += [{**rows[0], column: value}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = _error(tmp_path / "own.jsonl", format="chat")
+    assert error.key == "data.path"
+    assert f"row 2 of {tmp_path}" in str(error)
+    assert f'"{column}"' in str(error)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": CHATS[0][:1], "completion": CHATS[0][1:]},
+        {"conversations": [{"from": "human", "value": "Hi"}], "system": "Be kind."},
+        {"instruction": "Say", "input": "", "output": "Hi"},
+    ],
+)
+def test_other_forms_of_chats_are_told_how_they_are_converted(row, tmp_path):
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    error = _error(tmp_path / "own.jsonl", format="chat")
+    assert error.key == "data.messages_key"
+    assert f"for {', '.join(row)}: docs/configuration.md" in error.remedy
+
+
+def test_a_row_that_no_tokenizer_takes_is_named(tmp_path, monkeypatch):
+    (tmp_path / "own.jsonl").write_text('{"text": "fine"}\n{"text": "x \\ud800 y"}\n')
+    assert "row 2 of" in str(error := _error(tmp_path / "own.jsonl"))
+    assert "surrogate" in str(error)
+    monkeypatch.setattr(module, "MAX_CHARACTERS", 100)
+    content = json.dumps({"text": "fine"}) + "\n" + json.dumps({"text": "x" * 1000})
+    (tmp_path / "own.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    assert "line 2 of own.jsonl.gz has more than 100 characters" in str(_error(tmp_path / "own.jsonl.gz"))
+    (tmp_path / "own.json").write_text(json.dumps([{"text": "fine"}] * 50))  # one line
+    assert read(tmp_path / "own.json") == ["fine"] * 50
+    (tmp_path / "own.jsonl").write_text('{"text": "fine"}\n' + '{"a":' * 50_000)
+    monkeypatch.undo()
+    assert "line 2 of own.jsonl is nested too deep" in str(_error(tmp_path / "own.jsonl"))

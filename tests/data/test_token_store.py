@@ -1,9 +1,11 @@
 """Token stores: what is written is read, killed work is continued, and processes do not get into each other's way."""
 
 import json
+import shutil
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,3 +126,55 @@ def test_a_mistake_in_the_data_leaves_the_store_incomplete(tokenizer, tmp_path):
     with pytest.raises(UserError):
         tokenise_source(config, tokenizer, tmp_path)
     assert read_state(store_folder(config, tokenizer, tmp_path)) is None
+
+
+@pytest.mark.parametrize("damage", ["every third id", "marks of loss", "an end"])
+@pytest.mark.parametrize("written_by", ["this version", "one without times"])
+def test_a_store_that_was_changed_on_disk_is_made_anew(damage, written_by, tokenizer, tmp_path, caplog):
+    config = DataConfig(**CHATS)
+    store = tokenise_source(config, tokenizer, tmp_path)
+    expected, digest, folder = content(store), store.digest(), store_folder(config, tokenizer, tmp_path)
+    if written_by == "one without times":
+        (folder / "digest").write_text(digest)
+        assert tokenise_source(config, tokenizer, tmp_path).digest() == digest
+        (folder / "digest").write_text(digest)
+    kind, name = (np.int64, "ends") if damage == "an end" else (np.uint32, "tokens")
+    numbers = np.memmap(folder / name, dtype=kind, mode="r+")
+    numbers[3 :: 3 if damage == "every third id" else 1] ^= NO_LOSS if damage == "marks of loss" else 1
+    numbers.flush()
+    del numbers
+    with caplog.at_level("WARNING", logger="ds_fp8"):
+        store = tokenise_source(config, tokenizer, tmp_path)
+    assert (content(store), store.digest()) == (expected, digest)
+    assert "have been changed" in caplog.text
+
+
+def test_a_copied_store_is_read_and_not_made_anew(tokenizer, tmp_path, monkeypatch):
+    config = DataConfig(**CHATS)
+    digest = tokenise_source(config, tokenizer, tmp_path / "one").digest()
+    shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copyfile)  # with other times
+    monkeypatch.setattr(module, "_fill", None)
+    assert tokenise_source(config, tokenizer, tmp_path / "two").digest() == digest
+    monkeypatch.setattr(module, "_hashed", None)  # once is enough
+    assert tokenise_source(config, tokenizer, tmp_path / "two").digest() == digest
+
+
+@pytest.mark.parametrize("state", ["{}", "[]", "3", '{"tokens": 1, "examples": 1}', "[" * 100_000, "\xff"])
+def test_a_state_that_is_none_counts_for_nothing(state, tokenizer, tmp_path):
+    config = DataConfig(**CHATS)
+    folder = store_folder(config, tokenizer, tmp_path)
+    expected = content(tokenise_source(config, tokenizer, tmp_path))
+    whole = json.loads((folder / "state.json").read_text())
+    assert "open_ends" in whole
+    for text in (state, json.dumps({**whole, "open_ends": None}), json.dumps({**whole, "tokens": [1]})):
+        (folder / "state.json").write_text(text, encoding="latin-1")
+        (folder / "digest").write_bytes(b"\xff\xfe")
+        assert content(tokenise_source(config, tokenizer, tmp_path)) == expected
+
+
+def test_a_data_set_of_the_hub_that_is_not_read_again_is_said(tokenizer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "read_examples", lambda config: iter(["One text.", "Another."]))
+    for again in (False, True):
+        with caplog.at_level("INFO", logger="ds_fp8"):
+            tokenise_source(DataConfig(path="owner/name"), tokenizer, tmp_path)
+        assert ("owner/name: as it was read before" in caplog.text) is again

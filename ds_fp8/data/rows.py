@@ -49,7 +49,7 @@ class Plan:
     """Rows as pieces of examples."""
 
     pieces: np.ndarray
-    """int64 [pieces, 3]: example, its first token, number of tokens; row by row."""
+    """int64 [pieces, 4]: example, its first token, number of tokens, and of those with loss; row by row."""
     row_ends: np.ndarray
     """int64 [rows]: where each row ends in `pieces`."""
     stats: PackingStats = field(default_factory=PackingStats)
@@ -88,12 +88,12 @@ def plan_rows(
         all_carry_loss: Every token of the store carries loss.
     """
     lengths = store.lengths()
-    pieces: list[tuple[int, int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
     row_ends: list[int] = []
     stats = PackingStats(examples=len(chosen))
     for first in range(0, len(chosen), WINDOW):
         # New rows for each window: rows of the last one are closed, however much room they have.
-        rows: list[list[tuple[int, int, int]]] = []
+        rows: list[list[tuple[int, int, int, int]]] = []
         room: list[tuple[int, int]] = []  # (free tokens, row), sorted
         for example in chosen[first : first + WINDOW].tolist():
             length = int(lengths[example])
@@ -101,7 +101,9 @@ def plan_rows(
             stats.overlong += length > sequence_length
             kept = 0
             for piece in _pieces(example, length, sequence_length, overlong):
-                if not _carries_loss(store, piece, all_carry_loss):
+                # The first token of an example is never predicted: what stands before it belongs to another.
+                labels = piece[2] - 1 if all_carry_loss else int((store.read(*piece)[1:] < NO_LOSS).sum())
+                if not labels:
                     continue
                 size = piece[2]
                 kept += size
@@ -110,7 +112,7 @@ def plan_rows(
                 free, row = room.pop(place) if place < len(room) else (sequence_length, len(rows))
                 if row == len(rows):
                     rows.append([])
-                rows[row].append(piece)
+                rows[row].append((*piece, labels))
                 # A full row leaves the list, which stays short.
                 if free > size and together:
                     insort(room, (free - size, row))
@@ -120,7 +122,7 @@ def plan_rows(
         for row in rows:
             pieces.extend(row)
             row_ends.append(len(pieces))
-    return Plan(np.array(pieces, dtype=np.int64).reshape(-1, 3), np.array(row_ends, dtype=np.int64), stats)
+    return Plan(np.array(pieces, dtype=np.int64).reshape(-1, 4), np.array(row_ends, dtype=np.int64), stats)
 
 
 def _pieces(example: int, length: int, sequence_length: int, overlong: str) -> Iterator[tuple[int, int, int]]:
@@ -131,13 +133,6 @@ def _pieces(example: int, length: int, sequence_length: int, overlong: str) -> I
     elif overlong == "split":
         for start in range(0, length, sequence_length):
             yield example, start, min(sequence_length, length - start)
-
-
-def _carries_loss(store: TokenStore, piece: tuple[int, int, int], all_carry_loss: bool) -> bool:
-    # The first token of an example is never predicted: what stands before it belongs to another.
-    if all_carry_loss or piece[2] < 2:
-        return piece[2] >= 2
-    return bool((store.read(*piece)[1:] < NO_LOSS).any())
 
 
 class PackedDataset(Dataset):
@@ -170,9 +165,7 @@ class PackedDataset(Dataset):
 
     def label_tokens(self, index: int) -> int:
         source, local = self._place(index)
-        store, plan = self._parts[source]
-        # The first token of a piece is never predicted.
-        return sum(int((store.read(*piece)[1:] < NO_LOSS).sum()) for piece in plan.row(local).tolist())
+        return int(self._parts[source][1].row(local)[:, 3].sum())
 
     def joined(self, rows: Sequence[int], length: int) -> dict[str, torch.Tensor]:
         """Return the examples of several rows in one row, padded to `length` tokens. No rows: padding without loss."""
@@ -183,7 +176,7 @@ class PackedDataset(Dataset):
         for row in rows:
             source, local = self._place(row)
             store, plan = self._parts[source]
-            for example, first, size in plan.row(local).tolist():
+            for example, first, size, _ in plan.row(local).tolist():
                 tokens = store.read(example, first, size)
                 start, stop = stop, stop + size
                 silent = tokens >= NO_LOSS
@@ -345,6 +338,13 @@ def _block(block: int, share: tuple[int, ...], seed: int) -> tuple[np.ndarray, n
     return sources, ordinals
 
 
-@lru_cache(maxsize=64)
+_orders: dict[int, tuple[tuple[int, int, int], np.ndarray]] = {}
+"""Of each source the order that was asked for last, 8 bytes a row, and what it is of."""
+
+
 def _epoch_order(source: int, epoch: int, num_rows: int, seed: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch, source][: 3 if source else 2]).permutation(num_rows)
+    known = _orders.get(source)
+    if known is None or known[0] != (epoch, num_rows, seed):
+        generator = np.random.default_rng([seed, epoch, source][: 3 if source else 2])
+        known = _orders[source] = (epoch, num_rows, seed), generator.permutation(num_rows)
+    return known[1]

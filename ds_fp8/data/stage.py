@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import check_writable
 from ds_fp8.config.log import logger
+from ds_fp8.data.chat import time_limit
 from ds_fp8.data.config import DataConfig
 from ds_fp8.data.rows import PackedDataset, PackingStats, Plan, plan_rows, rows_of_step
 from ds_fp8.data.sources import empty
@@ -104,7 +105,16 @@ def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: R
 
 
 def extract_answer(pattern: str, text: str) -> str | None:
-    found = re.search(pattern, text)
+    """Return what the pattern's first group finds, None where it finds nothing."""
+    try:
+        with time_limit():
+            found = re.search(pattern, text)
+    except TimeoutError as error:
+        raise UserError(
+            f"the pattern {clipped(pattern)} finds {error} in an answer of {len(text):,} characters",
+            key="data.answer_pattern",
+            remedy='give one without repeats inside repeats, as "#### (.*)"',
+        ) from None
     return found.group(1).strip() if found else None
 
 
@@ -159,12 +169,12 @@ def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str
     # another plan beside the old one.
     facts = [source.sequence_length, source.overlong_policy, together, source.seed]
     facts += [source.validation_fraction, source.test_fraction]
-    plans = folder / f"rows-{digest(facts)}"
+    plans = folder / f"plan-{digest(facts)}"
     # One process plans, the others of this machine wait and map its files.
     with exclusive(plans):
         try:
-            return _kept(plans)
-        except (OSError, ValueError, EOFError):  # none yet, or a power loss took part of them
+            return _kept(plans, store)
+        except (OSError, ValueError, LookupError, TypeError, EOFError):  # none yet, damaged, or changed since
             plans.mkdir(exist_ok=True)
             how = {"together": together, "all_carry_loss": source.format == "documents"}
             made = {
@@ -179,14 +189,17 @@ def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str
                         os.fsync(file.fileno())
             # Written last and renamed: its presence says that the arrays before it are complete.
             part = plans / "packing_stats.json.part"
-            part.write_text(json.dumps({split: asdict(plan.stats) for split, plan in made.items()}))
+            stats = {split: asdict(plan.stats) for split, plan in made.items()}
+            part.write_text(json.dumps(stats | {"made": store.plan_state(plans.glob("*.npy"))}))
             os.replace(part, plans / "packing_stats.json")
-            return _kept(plans)
+            return _kept(plans, store)
 
 
-def _kept(plans: Path) -> dict[str, Plan]:
-    """Return the plans in a folder. Raises OSError, ValueError or EOFError where they are missing or not whole."""
+def _kept(plans: Path, store: TokenStore) -> dict[str, Plan]:
+    """Return the plans in a folder; raise where they are missing, not whole, or not as they were made of `store`."""
     stats = json.loads((plans / "packing_stats.json").read_text())
+    if stats["made"] != store.plan_state(plans.glob("*.npy")):
+        raise ValueError("other files than were written")
     return {
         split: Plan(
             # Memory-mapped: the ranks of a host share the pages, and a plan of billions of tokens fits.

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ds_fp8.data import IGNORED, PackedDataset, stop_tokens
 from ds_fp8.data.rows import measured_rows
 from ds_fp8.data.stage import Question, extract_answer
+from ds_fp8.export.together import together
 from ds_fp8.layers.attention.sequence_parallel import whole_sequences
 from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import Batch, label_tokens, micro_batches
@@ -125,8 +126,10 @@ def exact_match(
         texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         # Cut to this rank's own questions: repeated ones were generated so that all ranks gather as often.
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
-        for question, text in pairs:
-            correct = extract_answer(pattern, text) == question.answer
+        # Together: what is refused of one rank's answers, a search without end, ends all ranks.
+        found = together(lambda pairs=pairs: [extract_answer(pattern, text) for _, text in pairs])[rank]
+        for (question, text), answer in zip(pairs, found, strict=True):
+            correct = answer == question.answer
             right += correct
             if len(samples) < MAX_SAMPLES:
                 prompt = tokenizer.decode(question.prompt, skip_special_tokens=True)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fp8.data import IGNORED, PackedDataset
+from ds_fp8.data import rows as module
 from ds_fp8.data.rows import BLOCK, budgeted_micro_batches, local_micro_batches, measured_rows, plan_rows, rows_of_step
 from ds_fp8.data.token_store import pack_batch
 from ds_fp8.train import packed_attention
@@ -247,3 +248,19 @@ def test_micro_batches_within_a_budget(tokens, world, budget):
     if len(rows) >= world:
         for at_once in zip(*sums, strict=True):
             assert max(at_once) - min(at_once) <= max(tokens)
+
+
+def test_labels_are_counted_without_reading_tokens(monkeypatch):
+    examples = _examples([5, 9, 3, 1])
+    examples[1] = (examples[1][0], [IGNORED] * 4 + examples[1][1][4:])
+    dataset = pack(examples, 8, PAD)
+    counted = [int((row["labels"] != IGNORED).sum()) for row in dataset]
+    monkeypatch.setattr(Examples, "read", None)
+    assert [dataset.label_tokens(row) for row in range(len(dataset))] == counted
+
+
+def test_one_order_of_each_source_is_kept(monkeypatch):
+    monkeypatch.setattr(module, "_orders", {})
+    rows = [rows_of_step(step, [40, 60], 50, 7, (1.0, 3.0)) for step in range(64)]
+    assert {len(order) for _, order in module._orders.values()} == {40, 60}
+    assert rows == [rows_of_step(step, [40, 60], 50, 7, (1.0, 3.0)) for step in range(64)]

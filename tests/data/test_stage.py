@@ -1,12 +1,14 @@
 """From a configuration to packed rows."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import parse_section
-from ds_fp8.data import IGNORED, DataConfig, build_data
+from ds_fp8.data import IGNORED, DataConfig, build_data, chat
 from ds_fp8.data.stage import describe, extract_answer
 from tests.corpus import CHATS, DOCUMENTS, MAKE
 
@@ -59,9 +61,23 @@ def test_what_a_power_loss_left_of_prepared_data_is_made_again(left, tokenizer, 
         whole = file.read_bytes()
         file.write_bytes(whole[:left])
         assert _ids(build(tokenizer)) == expected, file
-        assert file.read_bytes() == whole
+        times = re.compile(rb"\d{19}")  # of change, noted of the other files
+        assert times.sub(b"", file.read_bytes()) == times.sub(b"", whole)
         file.unlink()
         assert _ids(build(tokenizer)) == expected, file
+
+
+@pytest.mark.parametrize("stats", ["{}", "[]", "3", "{'", '{"made": 1}'])
+def test_a_plan_that_is_none_or_was_changed_is_made_again(stats, tokenizer, cache_dir):
+    expected = _ids(build(tokenizer))
+    (file,) = cache_dir.rglob("packing_stats.json")
+    file.write_text(stats)
+    assert _ids(build(tokenizer)) == expected
+    for name in ("train.pieces", "train.rows"):
+        numbers = np.load(file.with_name(f"{name}.npy"), mmap_mode="r+")
+        numbers[1:] += 1_000_000  # rows of pieces and pieces of examples that there are not
+        numbers.flush()
+        assert _ids(build(tokenizer)) == expected
 
 
 @pytest.mark.parametrize(
@@ -195,3 +211,10 @@ def test_values_out_of_range(values, key):
     with pytest.raises(UserError) as error:
         parse_section(DataConfig, values, key="data")
     assert error.value.key == key
+
+
+def test_a_pattern_without_end_is_ended(monkeypatch):
+    monkeypatch.setattr(chat, "SECONDS", 0.2)
+    with pytest.raises(UserError, match=r"no end after 0\.2 s") as caught:
+        extract_answer(r"(([a-z0-9 ]+)+)+#$", "the answer is four and four more words of it")
+    assert caught.value.key == "data.answer_pattern"

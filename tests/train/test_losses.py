@@ -6,13 +6,16 @@ from argparse import Namespace
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from transformers import AutoModelForCausalLM
 
 from ds_fp8.commands.evaluate import _as_json, _loss, _stage
-from ds_fp8.data import build_data, build_tokenizer
+from ds_fp8.config.errors import UserError
+from ds_fp8.data import build_data, build_tokenizer, chat
+from ds_fp8.data.stage import Question
 from ds_fp8.research import munit
 from ds_fp8.train import load_stage, packed_attention, train
-from ds_fp8.train.evaluation import Alone, validation_loss
+from ds_fp8.train.evaluation import Alone, exact_match, validation_loss
 from ds_fp8.train.metrics import BF16_LOSS, read_metrics
 from ds_fp8.train.model import build_model, load_model_config
 
@@ -88,6 +91,32 @@ def test_rows_that_ranks_share_are_evaluated_by_one(tiny, write, ranks, tmp_path
         tiny["data"]["tokens_per_gpu"] = budget // 2
     alone, shared, of_two = ranks(1, losses_alone_and_shared, tmp_path / "model", alone, write(tiny), cache_home)[0]
     assert alone == shared == of_two
+
+
+class Says(torch.nn.Module):
+    """A model that answers every prompt with the same words."""
+
+    def __init__(self, ids):
+        super().__init__()
+        self.device, self.ids = torch.device("cpu"), torch.tensor(ids)
+
+    def generate(self, input_ids, **options):
+        return torch.cat([input_ids, self.ids.expand(len(input_ids), -1)], dim=1)
+
+
+def refusal_of_an_answer(file):
+    chat.SECONDS = 0.2
+    stage = load_stage(file)
+    tokenizer = build_tokenizer(stage.data)
+    words = "4 #" if dist.get_rank() == 0 else "four and four more words of it and more"
+    engine = Alone(Says(tokenizer(words, add_special_tokens=False)["input_ids"]))
+    with pytest.raises(UserError, match="no end after 0") as caught:
+        exact_match(engine, stage, tokenizer, [Question((5, 6), "4")] * 2, r"(([a-z0-9 ]+)+)+#$", lambda: None)
+    return caught.value.key
+
+
+def test_a_pattern_that_does_not_end_on_one_ranks_answer_is_refused_on_all(tiny, write, ranks):
+    assert ranks(2, refusal_of_an_answer, write(tiny)) == ["data.answer_pattern"] * 2
 
 
 def losses_of(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from ds_fp8.config.errors import UserError, clipped, first_line
+from ds_fp8.config.log import logger
 from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of a tokenizer that is all that its tokenizer.json says."""
+
+HUGE_ID = re.compile(rb'(?<!\\)(?<!max_length)(?<!per_word)":\s*[1-9]\d{8}')
 
 
 def build_tokenizer(config: DataConfig) -> PreTrainedTokenizerBase:
@@ -41,6 +45,8 @@ def build_tokenizer(config: DataConfig) -> PreTrainedTokenizerBase:
     template = config.chat_template
     if template is None and tokenizer.chat_template is None:
         template = "chatml" if config.format == "chat" else None
+        if template:
+            logger.info("the tokenizer %s has no chat template: chats are written in ChatML", config.tokenizer)
     if template == "chatml":
         # Tokens that are there already keep their ids.
         tokenizer.add_special_tokens({"additional_special_tokens": list(CHATML_TOKENS)})
@@ -143,9 +149,16 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         # Not by AutoTokenizer where the file is everything: see save_tokenizer.
         generic = about.get("tokenizer_class") in GENERIC and "auto_map" not in about
         # Without that file AutoTokenizer may build the tokenizer from the files of an older kind.
-        whole = not local or (folder / "tokenizer.json").is_file()
-        kind = PreTrainedTokenizerFast if generic and whole else AutoTokenizer
-        return kind.from_pretrained(source, trust_remote_code=False, **where)
+        file = folder / "tokenizer.json"
+        has_file = local and file.is_file()
+        if has_file and HUGE_ID.search(file.read_bytes()):
+            raise ValueError("tokenizer.json has ids of nine digits, for which no memory is enough")
+        kind = PreTrainedTokenizerFast if generic and (has_file or not local) else AutoTokenizer
+        tokenizer = kind.from_pretrained(source, trust_remote_code=False, **where)
+        # Where a model's class finds no files transformers makes a tokenizer of its special tokens, and T5's "▁".
+        if len(tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()) < 2:
+            raise ValueError("it has no tokenizer files, or not all of them")
+        return tokenizer
     except Exception as error:  # transformers and tokenizers fail in their own ways at damaged files
         reason = first_line(error)
         raise UserError(

@@ -1,6 +1,7 @@
 """Tokenizers: loaded, saved and given a template without a change of ids, and clear errors."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import ByteLevelBPETokenizer
@@ -111,3 +112,38 @@ def test_a_chat_template_that_is_no_text_file_is_named(name, tmp_path, monkeypat
     with pytest.raises(UserError, match="cannot be read") as caught:
         build_tokenizer(DataConfig(**CHATS, chat_template=name))
     assert caught.value.key == "data.chat_template"
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "gemma", "t5"])
+@pytest.mark.parametrize("left", [None, '{"eos_token": "</s>"}'])
+def test_a_model_without_tokenizer_files_has_no_tokenizer(left, model_type, tmp_path):
+    """transformers makes one of a few special tokens, for which every text is nothing, or unknown."""
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    if left:
+        (tmp_path / "tokenizer_config.json").write_text(left)
+    with pytest.raises(UserError, match="has no tokenizer files") as caught:
+        load_tokenizer(str(tmp_path))
+    assert caught.value.key == "data.tokenizer"
+
+
+@pytest.mark.parametrize("where", ["vocab", "added"])
+def test_ids_for_which_no_memory_is_enough_are_refused(where, tmp_path):
+    about = json.loads((Path(TOKENIZER) / "tokenizer.json").read_text())
+    about["model"]["vocab"]['\\": 123456789'] = 600  # a token that looks like an id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(about))
+    assert len(load_tokenizer(str(tmp_path))) > 500
+    if where == "vocab":
+        about["model"]["vocab"]["zzz"] = 2**31 - 1
+    else:
+        about["added_tokens"].append({**about["added_tokens"][-1], "content": "zzz", "id": 2**31 - 1})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="ids of nine digits"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_chatml_in_place_of_a_template_is_said(tmp_path, caplog):
+    _own_gpt2().save_pretrained(tmp_path)
+    for format, said in (("documents", False), ("chat", True)):
+        with caplog.at_level("INFO", logger="ds_fp8"):
+            build_tokenizer(DataConfig(path="x", tokenizer=str(tmp_path), format=format))
+        assert ("no chat template: chats are written in ChatML" in caplog.text) is said

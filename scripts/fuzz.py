@@ -1,4 +1,4 @@
-"""Fuzz what users write: configurations, --set overrides, JSON texts, sweeps, data files, folders, command lines.
+"""Fuzz what users write: configurations, --set overrides, JSON texts, sweeps, data files, chats, folders, commands.
 
     python scripts/fuzz.py --cases 2000 [--only overrides data] [--seed 1]
 
@@ -12,6 +12,7 @@ import argparse
 import bz2
 import collections
 import copy
+import functools
 import gzip
 import io
 import json
@@ -190,6 +191,30 @@ def overrides(draw: st.DrawFn, known: list[tuple[str, ...]]) -> list[str]:
 ROWS = [{"text": f"Text {n} of few words.", "messages": [{"role": "user", "content": f"{n}?"},
                                                          {"role": "assistant", "content": f"{n}."}]}
         for n in range(40)]  # fmt: skip
+CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}], "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Ask.", "weight": 0},
+        {"role": "tool", "content": "rain", "tool_call_id": "call12345"},
+        {"role": "assistant", "content": "Rain."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}],
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+"""A row with every field that is read."""
+BESIDE = [(name,) for name in ("documents", "functions", "tool_defs", "system", "images", "conversations", "prompt")]
+BESIDE += [("messages", 2, key) for key in ("function_call", "train", "refusal", "audio", "thinking")]
+BESIDE += [("chat_template_kwargs", key) for key in ("tools", "messages", "chat_template", "bos_token")]
+TEMPLATE = (
+    "{%- for t in tools or [] %}{{- t | tojson }}{%- endfor %}{%- for m in messages %}{{- '[' + m.role + ']' }}"
+    "{%- if m.role == 'assistant' %}{% generation %}{{- m.reasoning_content or '' }}{{- m.content or '' }}"
+    "{%- for c in m.tool_calls or [] %}{{- c.function | tojson }}{%- endfor %}{{- '[end]' }}{% endgeneration %}"
+    "{%- else %}{{- m.content + '[end]' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '[assistant]' if enable_thinking else '[assistant]' }}{%- endif %}"
+)
+TEMPLATES = [TEMPLATE, TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")]
 COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
@@ -266,6 +291,7 @@ class Judges(FolderJudges):
             "texts": st.sampled_from([*STAGES.values(), *SWEEPS.values()]).flatmap(lambda t: damaged(t.encode())),
             "sweeps": st.sampled_from(sweeps).flatmap(lambda raw: changed(raw, dotted)),
             "data": data_files(),
+            "chats": st.tuples(changed(CHAT, BESIDE) | changed(CHAT, []), st.sampled_from(TEMPLATES)),
         }[kind]
 
     def configurations(self, raw: Any) -> None:
@@ -301,8 +327,28 @@ class Judges(FolderJudges):
         for _ in islice(stream, 1000):
             pass
 
+    def chats(self, case: tuple[dict, str]) -> None:
+        from ds_fp8.data import DataConfig
+        from ds_fp8.data.chat import tokenize_chats
+        from ds_fp8.data.sources import read_examples
 
-KINDS = ("configurations", "overrides", "texts", "sweeps", "data", *FOLDER_KINDS)
+        row, template = case
+        path = self.file("chats.jsonl", json.dumps(row))
+        tokenize_chats(byte_tokenizer(template), list(read_examples(DataConfig(path=str(path), format="chat"))))
+
+
+@functools.lru_cache
+def byte_tokenizer(template: str) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="[end]", chat_template=template)
+
+
+KINDS = ("configurations", "overrides", "texts", "sweeps", "data", "chats", *FOLDER_KINDS)
 SHARES = {"models": 10}
 """Kinds whose cases take long, of which so many times fewer are drawn."""
 

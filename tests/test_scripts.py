@@ -87,7 +87,7 @@ def test_kernels_of_experts_compile_for_hopper_with_its_fp8_units(tmp_path):
         assert kernel["shared bytes"] <= 227 * 1024
 
 
-CASES = {"configurations": 80, "overrides": 80, "texts": 60, "sweeps": 40, "data": 40}
+CASES = {"configurations": 80, "overrides": 80, "texts": 60, "sweeps": 40, "data": 40, "chats": 60}
 CASES |= {"models": 16, "commands": 40}
 
 

@@ -231,15 +231,12 @@ def _checked_chat(row: dict[str, Any], where: str, config: DataConfig, clean: Ca
         raise malformed("is not read", column, ELSE)
     given = {}
     for column in ("tools", "documents", "chat_template_kwargs"):
-        given[column] = clean(row.get(column))
+        value = clean(row.get(column))
         with suppress(ValueError, RecursionError):  # text that is no JSON remains text, and is refused
-            given[column] = json.loads(given[column] or "null") if isinstance(given[column], str) else given[column]
-        objects = [given[column]] if column == "chat_template_kwargs" else given[column]
-        are_objects = isinstance(objects, list) and all(isinstance(each, dict) for each in objects)
-        if given[column] is not None and not (
-            are_objects and all(isinstance(each.get("function", {}), dict) for each in objects)
-        ):
+            value = json.loads(value or "null") if isinstance(value, str) else value
+        if value is not None and not _are_objects([value] if column == "chat_template_kwargs" else value):
             raise malformed("is no object", column, "give a list of objects, one object for the template's variables")
+        given[column] = value
     variables = given.pop("chat_template_kwargs") or {}
     if own := sorted(RESERVED & variables.keys()):
         raise malformed(f'has "{own[0]}", which is no variable of a template', "chat_template_kwargs", "leave it out")
@@ -267,17 +264,21 @@ def _checked_messages(messages: Any, malformed: Callable[..., UserError]) -> lis
         is_text = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
         if not isinstance(content, str | list | None) or not is_text:
             raise malformed("has a content that is neither text nor a list of text parts")
-        calls = message.get("tool_calls", [])
-        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-            raise malformed('has "tool_calls" that are no list of objects')
-        if not all(isinstance(call.get("function") or {}, Mapping) for call in calls):
-            raise malformed('has a call of a tool whose "function" is no object')
+        if not _are_objects(message.get("tool_calls", [])):
+            raise malformed('has "tool_calls" that are no list of objects, each with an object as "function"')
         if message.get("weight", 1) not in (0, 1):
             raise malformed(f'has the "weight" {message["weight"]}, which is neither 0 nor 1')
         checked.append({**message, "content": content})
     if not any(message["role"] == "assistant" for message in checked):
         raise malformed("has no assistant turn")
     return checked
+
+
+def _are_objects(values: Any) -> bool:
+    """Return whether tools, calls of them and the like are a list of objects, with objects as functions."""
+    return isinstance(values, list) and all(
+        isinstance(each, Mapping) and isinstance(each.get("function") or {}, Mapping) for each in values
+    )
 
 
 def _without_none(value: Any) -> Any:

@@ -3,7 +3,7 @@
     python scripts/bench/step.py --gpus 2 --size 7b --layers 8 --json step.json
     python scripts/bench/step.py --gpus 2 --size 7b --layers 28 --sequences 1 --length 8192 --steps 8 --profile
         --variants bf16,infir2,hybrid_fast+coat
-    python scripts/bench/step.py --gpus 2 --size 1.5b --steps 200 --json curves.json    loss curves, same seed
+    python scripts/bench/step.py --gpus 2 --size 1.5b --steps 200 --lr 1e-4             losses of every step, same seed
     NCCL_P2P_DISABLE=1 python scripts/bench/step.py --gpus 2 ...                        a slower link
     python scripts/bench/step.py --gpus 1 --layers 28 --lora 16 --steps 12 --variants
         torch/liger,torch/liger/compile,hybrid_fast/graph-auto                          adapters beside their peers
@@ -89,6 +89,7 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
     choices = plain_choices(variant) or []
     ds_config = zero3_config(options.sequences, options.accumulation, fp8_section(variant, options.measure_every))
     ds_config["data_types"]["grad_accum_dtype"] = options.gradients
+    ds_config["optimizer"]["params"]["lr"] = options.lr
     if "offload" in choices:  # by torch's AdamW: DeepSpeed's for the host would be compiled first
         ds_config["zero_optimization"] |= OFFLOAD
         ds_config["optimizer"]["params"]["fused"] = True
@@ -128,7 +129,7 @@ def engine_of(variant: str, options: argparse.Namespace) -> Any:
     if "tuned" in choices and not options.lora:  # with adapters in them, backward finds empty tensors
         gather_layers_whole(model)
     if in_torch:
-        return PlainEngine(model, choices, 3e-4)
+        return PlainEngine(model, choices, options.lr)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ds_fp8.initialize(model=model, model_parameters=trained, config=ds_config)[0]
 
@@ -290,6 +291,8 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
             for row in rows
         ],
     )
+    for row in rows:
+        print(f"losses of {row['variant']} at --lr {options.lr:g}: {' '.join(f'{loss:.4f}' for loss in row['losses'])}")
     if options.profile:
         print_profiles({row["variant"]: row["profile"] for row in rows if row["profile"]}, options.layers)
 
@@ -310,6 +313,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--global-tokens", type=int, help="tokens of a step over all GPUs, in place of --accumulation")
     parser.add_argument("--steps", type=int, help="with those that warm up (default 20, --quick: 6)")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed (default 3)")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate, without warm-up (default 3e-4)")
     parser.add_argument("--measure-every", type=int, default=0, help="fp8.monitor.every (default 0: never)")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size, where not as it is by default")
     parser.add_argument("--gradients", choices=["fp32", "bf16"], default="fp32", help="accumulator (default fp32)")
@@ -393,7 +397,7 @@ def measure_here(options: argparse.Namespace) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     names = ["size", "layers", "vocabulary", "sequences", "length", "shared", "accumulation"]
-    names += ["gradients", "recompute", "one_by_one", "prefetch", "lora", "lora_dropout", "dpo", "deterministic"]
+    names += ["gradients", "lr", "recompute", "one_by_one", "prefetch", "lora", "lora_dropout", "dpo", "deterministic"]
     return {**{name: getattr(options, name) for name in names}, "monitor": options.measure_every}
 
 

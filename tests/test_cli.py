@@ -175,7 +175,10 @@ def test_a_shipped_stage_is_estimated_offline(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("change", "key"), [([], None), (["--set", "fp8.fuze=off"], "fp8.fuze")])
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [([], None), (["--set", "fp8.fuze=off"], "fp8.fuze"), (["--set", 'optimizer={"type": "Lamb"}'], "optimizer.type")],
+)
 def test_check_names_the_first_mistake(change, key, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     arguments = ["check", "quickstart/cpt.json", "--gpus", "2", *change]

@@ -20,16 +20,17 @@ def main() -> int:
     from ds_fp8.engine import preflight
     from ds_fp8.train import load_stage
 
+    configuration = Configuration(raw, file)
     if "train" in raw or "data" in raw:
         stage = load_stage(file, arguments.set, arguments.gpus)
         print(f"{file}: a stage with {stage.global_batch} rows a step on {arguments.gpus} ranks")
         fp8 = stage.fp8
     else:
-        configuration = Configuration(raw, file)
         preflight.check(configuration)
         fp8 = configuration.fp8
         print(f"{file}: a DeepSpeed configuration")
         if not configuration.has_optimizer:
             print('It has no "optimizer" section: pass an optimizer to initialize, or the engine can only evaluate')
+    preflight.check_compiles(configuration)
     print(fp8_in_words(raw, fp8))
     return 0

@@ -96,10 +96,12 @@ def initialize(
     fp8, file = configuration.fp8, configuration.file
     if fp8.enabled:
         _hush()
-        preflight.check(configuration, optimizer_given=optimizer is not None, scheduler_given=lr_scheduler is not None)
+        preflight.check(configuration, optimizer=optimizer, scheduler_given=lr_scheduler is not None)
         preflight.check_trains(configuration, optimizer, model_parameters)
         warn_of_changes(transformers.__version__)
         preflight.check_launch()
+        if optimizer is None:
+            preflight.check_compiles(configuration)
     if not dist.is_initialized():
         disable_shm_build()
     watchdog.join()  # before the first collective, where there is a process group
@@ -140,7 +142,8 @@ def initialize(
     apply_checkpointing_section(configuration, model)
     if fp8.enabled and fp8.activations.keep_attention and model is not None:
         _located(file, keep_attention, model)
-    if "fp8" in configuration.values and optimizer is None and own_optimizer is None and _is_compiled(configuration):
+    made = preflight.made_by_deepspeed(configuration) if optimizer is None and own_optimizer is None else None
+    if "fp8" in configuration.values and made is not None and made.__module__.startswith("deepspeed"):
         words = 'DeepSpeed\'s own %s%s is compiled once, for minutes ("torch_adam": true in its "params" avoids it)'
         logger.info(words, configuration.optimizer_type, "" if fp8.enabled else ", which steps where FP8 is off,")
     if getattr(args, "deepspeed_config", None) is not None:
@@ -227,11 +230,6 @@ def _end_gloo() -> None:
     failed = getattr(sys, "last_value", None) is not None
     if not failed and torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()
-
-
-def _is_compiled(configuration: Configuration) -> bool:
-    kind, params = configuration.optimizer_type, configuration.optimizer_params
-    return kind in ("adam", "adamw", "lion", "adagrad") and not params.get("torch_adam")
 
 
 def _hush() -> None:

@@ -9,18 +9,25 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.git_version_info import installed_ops
 from deepspeed.moe.layer import MoE
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import ADAM_W_MODE, DEEPSPEED_OPTIMIZERS, TORCH_ADAM_PARAM
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import nn
+from torch.optim import LBFGS, Muon, SparseAdam
 
 from ds_fp8.config import registry
 from ds_fp8.config.deepspeed_json import ACCUMULATION, Configuration, DeepSpeedValues, known_keys
@@ -42,16 +49,24 @@ _NOT_BOOLEAN = (*OWN_SECTIONS[1:], "wandb", "tensorboard", "csv_monitor", "comet
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _LISTED_KEYS = {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {"type", "params"}}
 """Keys of sections that DeepSpeed reads key by key."""
-_OF_DEEPSPEEDS_ADAM = {ADAM_W_MODE, TORCH_ADAM_PARAM, "fp32_optimizer_states", "bias_correction", "set_grad_none"}
+_ADAMS, _POPPED = ("adam", "adamw", "muon"), {ADAM_W_MODE, TORCH_ADAM_PARAM, "fp32_optimizer_states"}
+"""DeepSpeed's optimizers with an Adam of its own, and params that it removes before it makes that."""
+_OF_DEEPSPEED = {
+    **dict.fromkeys(_ADAMS, (FusedAdam, DeepSpeedCPUAdam)),
+    "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+    "lion": (FusedLion, DeepSpeedCPULion),
+    "lamb": (FusedLamb, FusedLamb),
+}
+"""Classes of DeepSpeed's optimizers (for Muon that of its Adam), with state on the device and offloaded."""
 _USUAL = {"lr": "1e-4", "betas": "[0.9, 0.95]", "eps": "1e-8", "weight_decay": "0.1"}
 Refuse = Callable[[str, str, str], None]
 
 
-def check(configuration: Configuration, *, optimizer_given: bool = False, scheduler_given: bool = False) -> None:
+def check(configuration: Configuration, *, optimizer: Any = None, scheduler_given: bool = False) -> None:
     """Check everything in a configuration but the batch sizes, which depend on the number of ranks.
 
-    "auto" is accepted: the programs that fill it in come before DeepSpeed. Sections in whose place the caller passes an
-    optimizer or scheduler are not judged.
+    "auto" is accepted: the programs that fill it in come before DeepSpeed. The caller's `optimizer` is judged in place
+    of its section, and no section where the caller passes a scheduler.
     """
     mistakes: list[UserError] = []
 
@@ -77,8 +92,10 @@ def check(configuration: Configuration, *, optimizer_given: bool = False, schedu
             deepspeed_versions.check(deepspeed.__version__)
         except UserError as error:
             mistakes.append(error.located(configuration.file))
-    if not optimizer_given and configuration.has_optimizer:
+    if optimizer is None and configuration.has_optimizer:
         _check_optimizer(filled, refuse, mistakes)
+    if isinstance(optimizer, torch.optim.Optimizer) and not mistakes and not uses_own_optimizer(filled, optimizer):
+        _check_stepped(filled, type(optimizer).__name__, type(optimizer), True, refuse)
     if not scheduler_given and "scheduler" in configuration.values:
         _check_scheduler(configuration.values["scheduler"], refuse)
     if mistakes:
@@ -260,7 +277,7 @@ def _check_optimizer(configuration: Configuration, refuse: Refuse, mistakes: lis
     before = len(mistakes)
     _check_numbers(params, refuse)
     try:
-        stage = configuration.stage
+        configuration.deepspeed  # noqa: B018
     except UserError:
         return  # refused already
     if uses_own_optimizer(configuration):
@@ -270,29 +287,81 @@ def _check_optimizer(configuration: Configuration, refuse: Refuse, mistakes: lis
             mistakes += [] if len(mistakes) > before else [error]
         return
     of_torch = {key for key, entry in vars(torch.optim).items() if isinstance(entry, type)} - {"Optimizer"}
-    of_deepspeed = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else None
-    if registry.OPTIMIZERS.knows(name.lower()):
-        kind, tested = registry.OPTIMIZERS[name.lower()], True
-    elif of_deepspeed in ("adam", "adamw"):
-        # DeepSpeed's own Adams take what torch's takes, or one key more; its own keys it removes first.
-        kind, tested = torch.optim.AdamW, True
-        params = {key: value for key, value in params.items() if key not in _OF_DEEPSPEEDS_ADAM}
-    elif of_deepspeed is None and name in of_torch:
+    lower = name.lower()
+    if registry.OPTIMIZERS.knows(lower):
+        kind = registry.OPTIMIZERS[lower]
+    elif lower in DEEPSPEED_OPTIMIZERS:
+        kind = _muon if lower == "muon" else made_by_deepspeed(configuration)
+        params = {key: value for key, value in params.items() if lower not in _ADAMS or key not in _POPPED}
+    elif name in of_torch:
         kind = getattr(torch.optim, name)
-        tested = kind in ZERO_SUPPORTED_OPTIMIZERS
     else:
-        if of_deepspeed is None:
-            known = {*of_torch, "AdamW", *registry.OPTIMIZERS, *DEEPSPEED_OPTIMIZERS}
-            refuse("optimizer.type", f"unknown optimizer {shown(name)}", nearest(name, known, "Known optimizers"))
-        return  # another one of DeepSpeed's, which judges its params itself
-    if stage and not tested and not configuration.given("zero_allow_untested_optimizer"):
-        problem = f"DeepSpeed has not tested {kind.__name__} with ZeRO"
-        refuse("optimizer.type", problem, '"zero_allow_untested_optimizer": true, to use it nevertheless')
-    if not _check_call(kind, params, "optimizer.params", refuse) and registry.OPTIMIZERS.knows(name.lower()):
+        known = {*of_torch, "AdamW", *registry.OPTIMIZERS, *DEEPSPEED_OPTIMIZERS}
+        refuse("optimizer.type", f"unknown optimizer {shown(name)}", nearest(name, known, "Known optimizers"))
+        return
+    _check_stepped(configuration, name, kind, False, refuse)
+    wrong = kind is None or _check_call(kind, params, "optimizer.params", refuse)
+    if not wrong and registry.OPTIMIZERS.knows(lower):
         try:
             kind([nn.Parameter(torch.ones(1))], **params)  # which says itself what is out of range
         except UserError as error:
             mistakes.append(error)
+
+
+def _muon(lr, muon_lr, adam_lr, momentum, ns_method, betas, eps, weight_decay) -> None:
+    """Take what DeepSpeed's Muon reads of its params; it drops all others."""
+
+
+def _check_stepped(configuration: Configuration, name: str, kind: Any, given: bool, refuse: Refuse) -> None:
+    """Refuse optimizers, of the section or `given` as objects, that an engine cannot step or that DeepSpeed refuses."""
+    stage, parsed, key = configuration.stage, configuration.deepspeed, "optimizer.type"
+    no_mup = kind is None and importlib.util.find_spec("mup") is None
+    scatters = stage == 3 and kind is _muon and configuration.zero.reduce_scatter
+    whole = '"reduce_scatter": false, and "fp8": {"grad_reduce": {"format": "bf16"}}'
+    tested = kind in (_muon, *ZERO_SUPPORTED_OPTIMIZERS) or registry.OPTIMIZERS.knows(name.lower())
+    untested = stage and not tested and not parsed.zero_allow_untested_optimizer
+    offloads = given and configuration.optimizer_device != "none" and kind not in (DeepSpeedCPUAdam, DeepSpeedCPULion)
+    allow, force = "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"
+    for found, where, problem, remedy in (
+        (kind in (LBFGS, SparseAdam), key, f"{name} needs a closure or sparse gradients", '"type": "AdamW"'),
+        (no_mup, key, f"{name} is in the package mup, which is not installed", "pip install mup"),
+        (scatters, "zero_optimization.reduce_scatter", "DeepSpeed's Muon needs whole gradients", whole),
+        (stage and kind is Muon, key, "torch's Muon steps matrices, and ZeRO's parts are flat", '"type": "Muon"'),
+        (untested, key, f"DeepSpeed has not tested {name} with ZeRO", f'"{allow}": true, to use it nevertheless'),
+        (offloads and parsed.zero_force_ds_cpu_optimizer, force, f"DeepSpeed offloads no {name}", f'"{force}": false'),
+    ):
+        if found:
+            refuse(where, problem, remedy)
+
+
+def made_by_deepspeed(configuration: Configuration) -> type | None:
+    """Return the class that DeepSpeed makes of the "optimizer" section, None where it is not its choice."""
+    kinds = _OF_DEEPSPEED.get(configuration.optimizer_type, (None, None))
+    if kinds[0] is FusedAdam and configuration.optimizer_params.get(TORCH_ADAM_PARAM):
+        return torch.optim.AdamW
+    return kinds[configuration.optimizer_device != "none"]
+
+
+def check_compiles(configuration: Configuration) -> None:
+    """Raise UserError where DeepSpeed's own optimizer is asked for and cannot be compiled on this machine."""
+    kind = made_by_deepspeed(configuration)
+    if kind is None or kind.__module__.startswith("torch") or uses_own_optimizer(configuration):
+        return
+    from torch.utils import cpp_extension  # looks for compilers
+
+    device, name = get_accelerator().device_name(), kind.__name__.removeprefix("DeepSpeed")
+    builder = get_accelerator().create_op_builder(f"{name}Builder")
+    needed = {
+        f"an implementation for the device {device!r}": builder.sources(),
+        "ninja": cpp_extension.is_ninja_available(),
+        "a C++ compiler": shutil.which(cpp_extension.get_cxx_compiler()),
+        "nvcc of a CUDA toolkit": device != "cuda" or cpp_extension.CUDA_HOME,
+    }
+    missing = next((what for what, found in needed.items() if not found), None)
+    if missing and not installed_ops.get(builder.name):
+        problem = f"DeepSpeed's {name} needs {missing}, and this machine has none"
+        remedy = '"params": {"torch_adam": true}' if "Adam" in name else '"type": "AdamW"'
+        raise UserError(problem, key="optimizer.type", file=configuration.file, remedy=remedy)
 
 
 def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine import preflight
-from ds_fp8.engine.preflight import check, check_launch, check_parallelism, check_trains
+from ds_fp8.engine.preflight import check, check_compiles, check_launch, check_parallelism, check_trains
 
 GOOD = {
     "train_micro_batch_size_per_gpu": 1,
@@ -107,6 +107,14 @@ WRONG = [
     (configuration("SGD", {"lr": 1e-3}), "optimizer.type"),
     (configuration("SGD", {"lr": 1e-3, "torch_adam": True}, **UNTESTED), "optimizer.params.torch_adam"),
     (configuration("SGD", {"betas": [0.9, 0.95]}, **UNTESTED), "optimizer.params.betas"),
+    (configuration("LBFGS", {"lr": 1e-2}, **UNTESTED), "optimizer.type"),
+    (configuration("SparseAdam", {"lr": 1e-2}, **UNTESTED), "optimizer.type"),
+    (configuration("Muon", {"lr": 1e-2}), "zero_optimization.reduce_scatter"),
+    (configuration("Muon", {"lr": 1e-2, "nesterov": True}), "optimizer.params.nesterov"),
+    (configuration("Lion", {"eps": 1e-8}), "optimizer.params.eps"),
+    (configuration("Lamb", {"lr": 1e-3}), "optimizer.type"),
+    (configuration("MuAdamW", {"lr": 1e-3}), "optimizer.type"),
+    ({**zero(stage=2), "optimizer": {"type": "AdamW", "params": {"maximize": True}}}, "optimizer.params.maximize"),
 ]
 
 
@@ -186,7 +194,8 @@ def test_all_mistakes_are_told_at_once():
         check(Configuration(raw, "ds.json"))
     assert all(key in str(caught.value) for key in found)
     # What the caller passes takes the place of the sections.
-    assert mistakes(raw, optimizer_given=True, scheduler_given=True).keys() == {
+    given = torch.optim.AdamW(LINEAR.parameters())
+    assert mistakes(raw, optimizer=given, scheduler_given=True).keys() == {
         "gradient_cliping",
         "zero_optimization.stage",
     }
@@ -232,6 +241,9 @@ def test_schedulers_of_deepspeed_and_torch_are_accepted():
         configuration("Adagrad", {"lr": 1e-2}),
         configuration("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, **UNTESTED),
         configuration("Adafactor", {"lr": 1e-3}, **UNTESTED),
+        configuration("Lion", {"lr": 1e-4, "betas": [0.9, 0.99]}),
+        {**configuration("Muon", {"lr": 1e-2, "torch_adam": True}), **zero(reduce_scatter=False)},
+        {**configuration("Muon", {"muon_lr": 1e-2, "adam_lr": 1e-3, "ns_method": "gram"}), **zero(stage=1)},
         configuration("RMSprop", {"lr": 1e-3}, **UNTESTED),
         {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}},  # without ZeRO DeepSpeed asks for no test
     ],
@@ -239,6 +251,50 @@ def test_schedulers_of_deepspeed_and_torch_are_accepted():
 )
 def test_what_the_optimizer_takes_is_accepted(raw):
     check(Configuration(raw))
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "key"),
+    [
+        (torch.optim.SGD, zero(), "optimizer.type"),
+        (torch.optim.LBFGS, {**zero(), **UNTESTED}, "optimizer.type"),
+        (torch.optim.Muon, {**zero(stage=1), **UNTESTED}, "optimizer.type"),
+        (torch.optim.SGD, {**zero(offload_optimizer={"device": "cpu"}), **UNTESTED}, "zero_force_ds_cpu_optimizer"),
+    ],
+)
+def test_an_optimizer_that_is_given_is_judged_too(kind, raw, key):
+    optimizer = kind([nn.Parameter(torch.zeros(2, 2))])
+    assert mistakes({**GOOD, **raw}, optimizer=optimizer).keys() == {key}
+    right = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    check(Configuration({**GOOD, **raw, **right}), optimizer=torch.optim.SGD(LINEAR.parameters()))
+
+
+def test_muon_in_stage_3_is_told_the_keys_of_both():
+    raw = {**GOOD, "fp8": {}, **configuration("Muon", {"torch_adam": True})}
+    remedy = mistakes(raw)["zero_optimization.reduce_scatter"].remedy
+    assert '"reduce_scatter": false' in remedy
+    whole = {**raw, "fp8": {"grad_reduce": {"format": "bf16"}}, **zero(reduce_scatter=False)}
+    check(Configuration(whole))
+
+
+@pytest.mark.parametrize(
+    ("raw", "missing"),
+    [
+        (configuration("Lion", {}), "implementation for the device 'cpu'"),
+        (configuration("Lamb", {}), "implementation for the device 'cpu'"),
+        ({**configuration("Lion", {}), **zero(offload_optimizer={"device": "cpu"})}, "a C\\+\\+ compiler"),
+        ({**zero(stage=2), "optimizer": {"type": "AdamW"}}, "a C\\+\\+ compiler"),
+    ],
+)
+def test_what_deepspeed_cannot_compile_here_is_refused(monkeypatch, raw, missing):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(UserError, match=missing) as caught:
+        check_compiles(Configuration({**GOOD, **raw}, "ds.json"))
+    assert (caught.value.key, caught.value.file) == ("optimizer.type", "ds.json")
+    check_compiles(
+        Configuration({**GOOD, **zero(stage=2), "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}})
+    )
+    check_compiles(Configuration({**GOOD, "fp8": {}, **configuration("AdamW", {})}))  # a step of this package's
 
 
 @pytest.mark.parametrize(

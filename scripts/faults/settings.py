@@ -143,6 +143,8 @@ def drawn(stage: int, number: int, seed: int) -> dict[str, Any]:
         make_fit(chosen, zero, fp8, stage)
     if chosen["shared_rows"] > 1:
         chosen |= {"ranks": 2, "length": 32, "padded": None}
+    if chosen["optimizer"] == "Adagrad" and zero.get("offload_optimizer"):
+        chosen["given"] = True  # DeepSpeed's own would be compiled
     if chosen["optimizer"] == "Muon":
         chosen["given"] = False
         if stage == 3 and rng.random() < 0.8:
@@ -397,7 +399,7 @@ class Trainers:
 
     def attempt(self, raw: dict[str, Any], chosen: dict[str, Any]) -> tuple[str, Any]:
         """Train on all ranks and return the first one's outcome, or what became of the ranks."""
-        if (chosen["ranks"], chosen["shared_rows"]) != self._last:  # DeepSpeed's sequence parallelism stays in a process
+        if (chosen["ranks"], chosen["shared_rows"]) != self._last:  # DeepSpeed keeps the sharing of rows
             self._pools.close()
             self._last = chosen["ranks"], chosen["shared_rows"]
         with self._making:

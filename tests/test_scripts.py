@@ -48,8 +48,8 @@ def test_a_benchmark_measures_what_it_names(name, tmp_path):
             assert row["error_vs_fp64"] < 3e-3 < row["error_vs_bf16"]
 
 
-def losses_of(variant):
-    options = step.parse_arguments(["--quick", "--lora", "4"])
+def losses_of(variant, *more):
+    options = step.parse_arguments(["--quick", "--lora", "4", *more])
     return step.measure_variant(variant, options, step.Batches(options))["losses"]
 
 
@@ -57,6 +57,7 @@ def test_variants_of_a_step_are_measured(ranks):
     plain, fp8 = (ranks(1, losses_of, variant)[0] for variant in ("torch", "infir2"))
     assert max(plain[-1] / plain[0], fp8[-1] / fp8[0]) < 1
     assert plain == pytest.approx(fp8, rel=0.01)
+    assert ranks(1, losses_of, "infir2", "--lr", "0")[0][-1] > fp8[-1]
 
 
 def figures_of_collectives():

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import copy
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -44,7 +45,7 @@ GAP = 0.01
 STAGES = (0, 1, 2, 3)
 MODELS = [
     *("llama", "llama", "llama", "tied", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "olmo2", "granite"),
-    *("qwen3_moe", "mixtral", "lora", "lora", "frozen"),
+    *("qwen3_moe", "mixtral", "frozen", *(["lora"] * 2 if importlib.util.find_spec("peft") else ["llama"] * 2)),
 ]
 RATES = {"AdamW": 1e-3, "Adam": 1e-3, "SGD": 1e-2, "Adagrad": 1e-3, "RMSprop": 1e-4, "Adafactor": 1e-3, "NAdam": 1e-3}
 RATES |= {"Muon": 1e-3, "LBFGS": 1e-3}

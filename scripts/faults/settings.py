@@ -138,7 +138,7 @@ def drawn(stage: int, number: int, seed: int) -> dict[str, Any]:
     keys = {**ZERO, **(ZERO_3 if stage == 3 else {})} if stage else {}
     zero = {key: rng.choice(values) for key, values in keys.items()}
     fp8 = {key: rng.choice(FP8[key]) for key in rng.sample(list(FP8), rng.choice([0, 1, 2, 4, 6]))}
-    if stage != 3 and rng.random() < 0.9:
+    if stage != 3 and rng.random() < 0.95:
         fp8 |= WIRE
     if rng.random() < 0.9:
         make_fit(chosen, zero, fp8, stage)
@@ -188,8 +188,10 @@ def make_fit(chosen: dict[str, Any], zero: dict[str, Any], fp8: dict[str, Any], 
         chosen["gradient_accumulation_steps"] = 1
     if chosen["grad_accum_dtype"] == "fp32" and stage < 2:
         chosen["grad_accum_dtype"] = None
-    if chosen["shared_rows"] > 1:
+    if chosen["shared_rows"] > 1 or "attention.format" in fp8:
         chosen["attn_implementation"] = "sdpa"
+    if chosen["model"] in ("mistral", "gemma3_text"):  # windows
+        fp8.pop("attention.format", None)
 
 
 def nested(dotted: dict[str, Any]) -> dict[str, Any]:
@@ -400,9 +402,10 @@ class Trainers:
 
     def attempt(self, raw: dict[str, Any], chosen: dict[str, Any]) -> tuple[str, Any]:
         """Train on all ranks and return the first one's outcome, or what became of the ranks."""
-        if (chosen["ranks"], chosen["shared_rows"]) != self._last:  # DeepSpeed keeps the sharing of rows
+        asked = chosen["ranks"], chosen["shared_rows"]
+        if asked != self._last or chosen["shared_rows"] > 1:  # a process shares rows of one model only
             self._pools.close()
-            self._last = chosen["ranks"], chosen["shared_rows"]
+            self._last = asked
         with self._making:
             self._pools(chosen["ranks"], os.getpid)
         try:

@@ -39,7 +39,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "DS_FP8_TIMEOUT": "0"}
 
 from tests.ranks import RankPools
 
-STEPS = 4
+STEPS, STEPS_OF_GRAPHS = 4, 8
 GAP = 0.01
 """Relative difference of the loss of a step to that in BF16."""
 STAGES = (0, 1, 2, 3)
@@ -165,6 +165,11 @@ def make_fit(chosen: dict[str, Any], zero: dict[str, Any], fp8: dict[str, Any], 
     elif compact:
         chosen |= {"preset": "infir2", "moments": None}
         fp8.pop("optimizer.master", None)
+    if chosen["graphs"] and stage == 3:
+        zero |= {"offload_optimizer": None, "offload_param": None, "overlap_comm": True}
+        chosen |= {"optimizer": "AdamW", "checkpointing": chosen["checkpointing"] and "layers"}
+        for key in ("grad_reduce.scale", "linear.backend"):
+            fp8.pop(key, None)
     if zero.get("offload_param"):
         fp8["param_gather.format"] = "bf16"
     if zero.get("reduce_scatter") is False and stage == 3:
@@ -351,7 +356,7 @@ def train(raw: dict[str, Any], chosen: dict[str, Any], folder: str) -> tuple[str
 
     try:
         engine = start(raw, chosen)
-        for step in range(STEPS):
+        for step in range(STEPS_OF_GRAPHS if chosen["graphs"] and chosen["stage"] == 3 else STEPS):
             loss = torch.zeros(())
             for micro in range(raw["gradient_accumulation_steps"]):
                 part = loss_of(step, micro)

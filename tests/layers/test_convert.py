@@ -88,14 +88,6 @@ def test_tied_weights_are_left_with_the_reason():
     assert set(converted(model).left) == {"lm_head", "layers.0.side", "layers.1.side"}
 
 
-def test_a_subclass_keeps_its_own_forward():
-    model = Small()
-    model.layers[0].side = Doubled(40, 24)
-    result = converted(model)
-    assert type(model.layers[0].side) is Doubled
-    assert "Doubled" in result.left["layers.0.side"]
-
-
 @pytest.mark.parametrize(
     ("model", "skip"), [(Small(), ["*"]), (nn.Sequential(nn.ReLU()), []), (nn.Sequential(Doubled(4, 4)), [])]
 )

@@ -10,6 +10,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends as enabled
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ds_fp8.layers.decoder.attention import FASTEST_FIRST, fastest_kernel_first
 from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
@@ -18,12 +19,9 @@ from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
 
 FUSED = {
-    "llama": {},
-    "mistral": {},
     "qwen2": {},
     "qwen3": {},
     "smollm3": {},
-    "granite": {},
     "llama with biases": {"attention_bias": True},
     "qwen2 with GELU": {"hidden_act": "gelu_pytorch_tanh"},
 }
@@ -95,14 +93,13 @@ def test_presets_and_weights_already_in_fp8(name, preset):
         ("gemma", {}, 2, "computes something else"),
         ("granite", {"residual_multiplier": 0.5}, 2, "computes something else"),
         ("gemma2", {}, 2, "also has post_feedforward_layernorm"),
-        ("olmo2", {}, 2, "has no input_layernorm"),
         ("seed_oss", {"residual_dropout": 0.1}, 0, "computes something else"),
         ("stablelm", {}, 2, "a part of each head"),
         ("phi3", {}, 0, "has no k_proj"),
-        ("starcoder2", {}, 0, "has no down_proj"),
         ("llama", {"mlp_bias": True}, 0, "has a bias"),
         ("llama", {"intermediate_size": 200}, 0, "cannot be stacked"),
         ("llama", {"hidden_act": "relu"}, 0, "its activation is none of"),
+        ("llama", {"hidden_act": "gelu_10"}, 0, "its activation is none of"),  # GELU clamped to 10
     ],
 )
 def test_any_other_structure_keeps_its_own_forward_and_says_why(architecture, changes, mlps, reason):
@@ -116,6 +113,34 @@ def test_any_other_structure_keeps_its_own_forward_and_says_why(architecture, ch
     fp8(unfused, fuse="off")
     ids = tokens()
     assert error(model(input_ids=ids).logits.float(), unfused(input_ids=ids).logits.float()) < FP8_ERROR
+
+
+@pytest.mark.parametrize("option", [{"softcap": 20.0}, {"sliding_window": 3}])
+def test_a_layer_whose_attention_is_given_more_is_not_fused(option):
+    class More(LlamaAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **option, **kwargs)
+
+    model = causal_lm("llama")
+    model.model.layers[1].self_attn.__class__ = More
+    fusion = fp8(model).fusion
+    assert fusion.layers == ["model.layers.0"]
+    assert "its attention is given" in fusion.left["model.layers.1"]
+
+
+@pytest.mark.parametrize(
+    "norm", ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+)
+def test_a_norm_whose_epsilon_is_not_what_it_says_is_not_fused(norm):
+    model = causal_lm("qwen3")
+    norm = model.model.layers[1].get_submodule(norm)
+
+    class Other(type(norm)):
+        def forward(self, x):
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+    norm.__class__ = Other
+    assert fp8(model).fusion.layers == ["model.layers.0"]
 
 
 def test_an_mlp_whose_output_its_parent_changes_in_place_is_not_fused():

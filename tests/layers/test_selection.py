@@ -33,6 +33,11 @@ class Scaled(nn.Linear):
         return super().forward(input) * 1.01
 
 
+class Clamped(nn.Linear):
+    def forward(self, input):
+        return super().forward(input).clamp(-20, 20)
+
+
 class Mixer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -47,6 +52,7 @@ class Mixer(nn.Module):
         ("up", Unchanged(512, 512), None),
         ("up", Transposed(512, 512, bias=False), None),
         ("up", Scaled(512, 512), "is a Scaled, which overrides forward"),
+        ("up", Clamped(512, 512), "is a Clamped, which overrides forward"),
         ("up", parametrizations.weight_norm(nn.Linear(512, 512)), "its weight is computed from others"),
         ("up", nn.MultiheadAttention(512, 4), "reads its weight without calling it"),
         ("score", nn.Linear(512, 127), "narrower than 128 features"),

@@ -6,7 +6,7 @@
 
 Low-rank products of plain LoRA (PEFT) are part of it, of the adapters that are active as a forward begins.
 
-Which layers this is the same computation for is found by their structure and proved by trying (structure.py). Of a
+Which layers this is the same computation for is found by their structure and by trials (structure.py). Of a
 layer with experts the attention half is fused and the rest called. A layer of another structure keeps its forward;
 where its MLP is a gated one, that alone is fused.
 

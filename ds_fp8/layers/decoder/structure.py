@@ -1,8 +1,10 @@
 """Recognise decoder layers and MLPs that can be fused: by their parts, and by a trial on random weights.
 
 A layer with the right parts may still do something else with them (scale its residual, norm after the product, rotate
-half of a head). So its own forward runs once, on the CPU and in FP32, on a stand-in: the same object with every matrix
-replaced by a small random one. Only where the result is that of the plain formula may the fused forward take its place.
+half of a head). So its own forward runs, on the CPU and in FP32, on a stand-in: the same object with every matrix
+replaced by a small random one. Only where the result is that of the plain formula may the fused forward take its place:
+at small magnitudes, where eps counts, at large ones, where models clamp, and at positions far out, where some scale the
+queries. What shows neither there nor in the arguments of attention, such as the length of a row, a trial does not find.
 
 A fused forward computes with the weights of its submodules, of plain LoRA around them too, and calls none of them, so
 that hooks, other adapters and other forwards on one of these would silently not run. Conversion refuses to fuse what
@@ -27,9 +29,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import first_line
+from ds_fp8.layers.attention.format import window_of
 from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate_reference
 from ds_fp8.layers.linear.adapters import is_lora, why_not_plain
-from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate
+from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate, gating_of
 from ds_fp8.layers.linear.linear import FP8Linear, base_of
 
 
@@ -99,6 +102,9 @@ class Parts:
 TOLERANCE = 1e-4
 """Relative difference in FP32 up to which two forwards are the same."""
 
+TRIALS = ((1.0, 0), (1e3, 10**6), (1e-3, 10**6))
+"""Magnitude of the inputs and first position of each trial."""
+
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 6
 """Sizes of the stand-in; its heads are as large and as many as the layer's own."""
 
@@ -151,12 +157,10 @@ def gated_activation_of(mlp: nn.Module) -> str:
             raise Unfusable(f"{name} has a bias")
     if not callable(function):
         raise Unfusable("its MLP has no act_fn")
-    # By its values and not by its class: models wrap activations in many ways.
-    x = torch.linspace(-6, 6, 97)
-    for activation in ACTIVATIONS:
-        if torch.allclose(function(x), activate(x, activation), atol=1e-6):
-            return activation
-    raise Unfusable(f"its activation is none of {', '.join(ACTIVATIONS)}")
+    activation = gating_of(lambda gate, up: function(gate) * up)
+    if activation is None:
+        raise Unfusable(f"its activation is none of {', '.join(ACTIVATIONS)}")
+    return activation
 
 
 def changes_in_place(module: nn.Module) -> bool:
@@ -214,11 +218,35 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
         angle = torch.rand(1, TOKENS, layout.head_dim // 2) * 6
         rotation = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
         positions = torch.arange(TOKENS)[None]
-    with _plain_attention():
-        result = _run(type(layer), small, x, attention_mask=None, position_ids=positions, position_embeddings=rotation)
-    output = result[0] if isinstance(result, tuple) else result
-    _compare(output, _layer_reference(small, x, rotation, layout, activation), "layer")
+    for size, first in TRIALS:
+        with _plain_attention(small_attention), _resized(small, size):
+            options = {"position_ids": positions + first, "position_embeddings": rotation}
+            result = _run(type(layer), small, x * size, attention_mask=None, **options)
+            output = result[0] if isinstance(result, tuple) else result
+            _compare(output, _layer_reference(small, x * size, rotation, layout, activation), "layer")
     return isinstance(result, tuple)
+
+
+@contextlib.contextmanager
+def _resized(layer: nn.Module, size: float) -> Iterator[None]:
+    """Multiply what a layer computes inside, behind norms that undo the size of its input.
+
+    q by as much as k is divided by, or attention would choose a token by the last bits; down_proj divides what gate and
+    up both multiplied.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    factors = {"q_proj": size, "q_norm": size, "k_proj": 1 / size, "k_norm": 1 / size, "v_proj": size}
+    factors = {name: (getattr(attention, name, None), factor) for name, factor in factors.items()}
+    factors["post"] = layer.post_attention_layernorm, size
+    factors["down"] = getattr(mlp, "down_proj", None), 1 / size
+    scaled = [(p, factor) for part, factor in factors.values() if part is not None for p in part.parameters()]
+    for parameter, factor in scaled:
+        parameter.mul_(factor)
+    try:
+        yield
+    finally:
+        for parameter, factor in scaled:
+            parameter.div_(factor)
 
 
 @torch.no_grad()
@@ -227,14 +255,29 @@ def prove_mlp(mlp: nn.Module, activation: str) -> None:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         small, x = _small_mlp(mlp), torch.randn(2, TOKENS, HIDDEN)
-    _compare(_run(type(mlp), small, x), _mlp_reference(small, x, activation), "MLP")
+    for size, _ in TRIALS:
+        _compare(_run(type(mlp), small, x * size), _mlp_reference(small, x * size, activation), "MLP")
+
+
+ATTENTION_OPTIONS = {"dropout", "scaling", "position_ids", "use_cache"}
+"""Arguments of attention functions, beside the window, that a fused layer gives."""
 
 
 @contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Keep transformers' own attention under "sdpa", where DeepSpeed-Ulysses puts one that talks to other ranks."""
-    registered = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
+def _plain_attention(attention: nn.Module) -> Iterator[None]:
+    """Keep transformers' own attention under "sdpa", where DeepSpeed-Ulysses puts one that talks to other ranks.
+
+    Refuses what "sdpa" does not read and other functions do: a window that is not the module's, a cap of the scores.
+    """
+    registered, window = ALL_ATTENTION_FUNCTIONS["sdpa"], window_of(attention)
+
+    def plain(*args: Any, sliding_window: int | None = window, **options: Any) -> Any:
+        others = sorted(key for key in options.keys() - ATTENTION_OPTIONS if options[key] is not None)
+        if others or (sliding_window or None) != window:
+            raise Unfusable(f"its attention is given {', '.join(others) or f'a window of {sliding_window}'}")
+        return sdpa_attention_forward(*args, sliding_window=sliding_window, **options)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
     try:
         yield
     finally:
@@ -298,6 +341,8 @@ def _small_norm(norm: nn.Module, size: int) -> nn.Module:
 def _run(own: type, stand_in: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return inspect.unwrap(own.forward)(stand_in, *args, **kwargs)
+    except Unfusable:
+        raise
     except Exception as error:
         what = f"{type(error).__name__}: {first_line(error)}"
         raise Unfusable(f"its forward could not be tried at a small size ({what})") from None

@@ -12,9 +12,9 @@ The module's own forward computes, and what it reads are those weights decoded t
 
 With fp8.linear.expert_products "fp8" the codes themselves are multiplied (products.py), where the experts have the
 structure for it: weights [E, 2F, H] and [E, H, F] by the flags of transformers' ExpertsInterface, the rows of gate
-before those of up, and a gating that is act(gate) · up. Weights that are not gathered in FP8 at the time (without
-ZeRO-3, or where the layer went back to BF16) are read as they are. The class is swapped in under the live module, as
-FP8Linear is.
+before those of up, and a gating that, tried up to ±1000, is act(gate) · up. Weights that are not gathered in FP8 at the
+time (without ZeRO-3, or where the layer went back to BF16) are read as they are. The class is swapped in under the live
+module, as FP8Linear is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ds_fp8.layers.experts.products import (
     unsupported_shapes,
 )
 from ds_fp8.layers.experts.selection import expert_weights, recipe_of_experts, shape_of
-from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate
+from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gating_of
 from ds_fp8.layers.linear.linear import Swapped, runs_eagerly, swapped_class
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED
@@ -69,22 +69,10 @@ def products_of(module: nn.Module, recipes: Mapping[str, LinearRecipe]) -> Exper
     gate_up, down = recipes["gate_up_proj"], recipes["down_proj"]
     reason = unsupported(gate_up) or unsupported(down)
     reason = reason or unsupported_shapes(shape_of(module.gate_up_proj), shape_of(module.down_proj))
-    activation = _activation(module)
+    activation = gating_of(lambda gate, up: module._apply_gate(torch.cat([gate, up])[None])[0])
     if reason is None and activation is None:
         reason = f"its gating is not act(gate) · up with act one of {', '.join(ACTIVATIONS)}"
     return reason or ExpertProducts(activation, gate_up, down)
-
-
-def _activation(module: nn.Module) -> str | None:
-    """Return the activation of experts whose gating is act(gate) · up; else None."""
-    gate_up = torch.linspace(-6, 6, 4 * 49).view(2, 98).flip(-1)
-    gate, up = gate_up.chunk(2, -1)
-    with torch.no_grad():
-        gated = module._apply_gate(gate_up)
-    for activation in ACTIVATIONS:
-        if gated.shape == gate.shape and torch.allclose(gated, activate(gate, activation) * up, atol=1e-5):
-            return activation
-    return None
 
 
 PIECE = 1 << 25

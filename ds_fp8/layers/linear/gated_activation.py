@@ -15,7 +15,7 @@ rounding; everything else is computed in FP32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,21 @@ def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return F.silu(gate)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+@torch.no_grad()
+def gating_of(gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> str | None:
+    """Return the activation of a gating, a function of gate and up, that is act(gate) · up wherever it is tried."""
+    # By its values: models wrap activations in many ways. Near zero they differ from each other, and far from it from
+    # those that are clamped (swiglu_limit).
+    values = torch.cat([torch.linspace(-limit, limit, 62, device="cpu", dtype=torch.float32) for limit in (6, 1000)])
+    gate, up = values.repeat_interleave(len(values)), values.repeat(len(values))
+    found = gated(gate, up)
+    for activation in ACTIVATIONS:
+        expected = activate(gate, activation) * up
+        if found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5):
+            return activation
+    return None
 
 
 def tensors_of(saved: Saved | None) -> tuple[torch.Tensor, ...]:

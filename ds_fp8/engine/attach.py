@@ -7,7 +7,7 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.engine.health import Health
+from ds_fp8.engine.health import Health, check_labels
 from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
 from ds_fp8.graphs.conditions import why_no_graphs
 from ds_fp8.graphs.micro_steps import MicroStepGraphs
@@ -19,6 +19,7 @@ from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.zero.collectives import WireMeter, reason_of_any
 from ds_fp8.zero.deepspeed.methods import has_optimizer
+from ds_fp8.zero.deepspeed.optimizer import overflowed
 from ds_fp8.zero.deepspeed.parameters import (
     fetch_from_host,
     flat_parameters,
@@ -39,11 +40,15 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
     sharded = engine.zero_optimization_partition_weights()
     if sharded and measured:
         state.wire = WireMeter()
-    if state.conversion is None and state.wire is None:
+    fuses_loss = state.loss is not None and state.loss.fused
+    if state.conversion is None and state.wire is None and not fuses_loss:
         return
     # First of all: it replaces DeepSpeed's methods, and every part below is only hooked into it. Parts that stay None
     # leave their calls to DeepSpeed.
     life = state.lifecycle = Lifecycle(engine, state.wire)
+    if fuses_loss:
+        # By the norm of the gradients all ranks know of a loss that is NaN: nothing else is read or sent.
+        life.after_step.append(lambda: check_labels() if overflowed(engine) else None)
     if state.conversion is not None:
         state.hosts = find_hosts()
         state.health = Health(engine, state.monitor, state.config)

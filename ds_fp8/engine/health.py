@@ -13,17 +13,20 @@ from deepspeed import comm as dist
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, cast, quantize
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import logger
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.routing import mixtures
+from ds_fp8.layers.head.cross_entropy import IGNORED, take_outside
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import look_again, sites_of
 from ds_fp8.layers.selection import is_excluded
 from ds_fp8.monitor.cast_monitor import CastMonitor, Degradation, Measurement, Thresholds
 from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
+from ds_fp8.zero.collectives import reason_of_any
 from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.parameters import data_parallel_group
 from ds_fp8.zero.reduce import Reduction
@@ -41,6 +44,20 @@ class HealthReport:
     """Layers that go on in BF16 because of it."""
     routing: RoutingMeasurement | None = None
     """Router statistics of a model with experts."""
+
+
+def check_labels() -> None:
+    """Raise UserError on all ranks where one has seen labels outside the vocabulary. Collective; the host waits.
+
+    Called where all ranks have found that something is not finite: the loss of such labels is NaN.
+    """
+    reason = reason_of_any(take_outside())
+    if reason is not None:
+        raise UserError(
+            f"{reason} (the loss is NaN)",
+            key="labels",
+            remedy=f"labels are token ids, or {IGNORED} where there is no loss: compare the tokenizer with vocab_size",
+        )
 
 
 class Health:

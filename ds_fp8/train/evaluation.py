@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ds_fp8.data import IGNORED, PackedDataset, stop_tokens
 from ds_fp8.data.rows import measured_rows
 from ds_fp8.data.stage import Question, extract_answer
+from ds_fp8.engine.health import check_labels
 from ds_fp8.export.together import together
 from ds_fp8.layers.attention.sequence_parallel import whole_sequences
 from ds_fp8.layers.head.loss import withholds_logits
@@ -83,6 +85,8 @@ def validation_loss(
     dist.all_reduce(totals)
     # Sums over all ranks divided once: ranks with fewer label tokens do not count more.
     total, count = totals.tolist()
+    if not math.isfinite(total):
+        check_labels()
     return total / max(count, 1)
 
 

@@ -16,8 +16,10 @@ from ds_fp8.layers.head.cross_entropy import (
     MAX_LOGITS_BYTES,
     chunk_tokens,
     linear_cross_entropy,
+    outside_on,
     scaled_reference,
     softmax_gradient_reference,
+    take_outside,
 )
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.losses import TOLERANCE, limit_chunks
@@ -173,7 +175,7 @@ def test_the_kernel_computes_the_softmax_gradient(sizes, dtype, gradient):
     ours = padded[:, : sizes[1]].copy_(logits)
     theirs = ours.float().clone()
     expected = softmax_gradient_reference(theirs, targets.to(device), gradient)
-    losses = kernels.softmax_gradient(ours, targets.to(device), IGNORED, gradient, block=1024)
+    losses = kernels.softmax_gradient(ours, targets.to(device), IGNORED, outside_on(ours.device), gradient, block=1024)
     assert error(losses, expected) < 1e-5
     assert error(ours, theirs) < TOLERANCE[dtype]
     assert padded[:, sizes[1] :].isnan().all()
@@ -203,10 +205,40 @@ def test_the_kernel_shows_a_nan_and_hides_it_behind_an_ignored_target():
     kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
     logits = torch.zeros(2, 5, device="cuda" if torch.cuda.is_available() else "cpu")
     logits[:, 3] = math.nan
-    losses = kernels.softmax_gradient(logits, torch.tensor([0, IGNORED], device=logits.device), IGNORED, True)
+    losses = kernels.softmax_gradient(
+        logits, torch.tensor([0, IGNORED], device=logits.device), IGNORED, outside_on(logits.device), True
+    )
     assert losses.isnan().tolist() == [True, False]
     assert logits[0].isnan().all()
     assert (logits[1] == 0).all()
+
+
+@pytest.mark.parametrize("where", ["reference", "kernel", "cast"])
+def test_targets_without_a_logit_are_counted_and_their_loss_is_nan(where):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = torch.randn(128, 128, dtype=torch.bfloat16, device=device)
+    targets = torch.arange(128, device=device)
+    targets[[3, 5, 70]] = torch.tensor([700, -1, 128], device=device)
+    targets[4] = IGNORED
+    outside = torch.zeros(128, dtype=torch.bool).index_fill_(0, torch.tensor([3, 5, 70]), True)
+    take_outside()
+    if where == "reference":
+        losses = softmax_gradient_reference(logits, targets, True)
+    else:
+        kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
+        options = targets, IGNORED, outside_on(logits.device)
+        if where == "kernel":
+            losses = kernels.softmax_gradient(logits, *options, True)
+        else:
+            losses, row = kernels.softmax_gradient_cast(logits, *options, CastSpec(), True, None, 0)
+            logits = row.dequantize()
+    assert torch.equal(losses.isnan().cpu(), outside)
+    assert torch.equal(logits.isnan().all(1).cpu(), outside)
+    assert torch.equal(logits.isnan().any(1).cpu(), outside)
+    said = take_outside()
+    assert said.startswith("3 labels are outside the vocabulary of 128 tokens, ")
+    assert said.split(", ")[1] in ("700 for one", "-1 for one", "128 for one")
+    assert take_outside() is None
 
 
 @pytest.mark.parametrize("wants_row", [True, False])
@@ -224,7 +256,9 @@ def test_the_kernel_casts_the_softmax_gradient(wants_row):
     columns = empty_result(384, 512, "e4m3", "1x128", "pow2", torch.device(device))
     columns.data.view(torch.uint8).fill_(0)
     columns.scale.fill_(1)
-    losses, row = kernels.softmax_gradient_cast(logits, targets, IGNORED, CastSpec(), wants_row, columns, 256)
+    losses, row = kernels.softmax_gradient_cast(
+        logits, targets, IGNORED, outside_on(logits.device), CastSpec(), wants_row, columns, 256
+    )
     assert error(losses, expected) < 1e-5
     assert error(columns.dequantize()[:, 256:], quantize(gradient.t()).dequantize()) < bound
     assert (columns.dequantize()[:, :256] == 0).all()

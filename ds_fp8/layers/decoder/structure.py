@@ -102,8 +102,8 @@ class Parts:
 TOLERANCE = 1e-4
 """Relative difference in FP32 up to which two forwards are the same."""
 
-TRIALS = ((1.0, 0), (1e3, 10**6), (1e-3, 10**6))
-"""Magnitude of the inputs and first position of each trial."""
+TRIALS = ((1.0, 1.0, 0), (1e3, 1e3, 10**6), (1e-3, 1e-6, 10**6))
+"""Magnitude of the inputs of each trial, its factor over the trial before, and the first position."""
 
 HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 6
 """Sizes of the stand-in; its heads are as large and as many as the layer's own."""
@@ -218,8 +218,9 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
         angle = torch.rand(1, TOKENS, layout.head_dim // 2) * 6
         rotation = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
         positions = torch.arange(TOKENS)[None]
-    for size, first in TRIALS:
-        with _plain_attention(small_attention), _resized(small, size):
+    with _plain_attention(small_attention):
+        for size, factor, first in TRIALS:
+            _resize(small, factor)
             options = {"position_ids": positions + first, "position_embeddings": rotation}
             result = _run(type(layer), small, x * size, attention_mask=None, **options)
             output = result[0] if isinstance(result, tuple) else result
@@ -227,26 +228,14 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
     return isinstance(result, tuple)
 
 
-@contextlib.contextmanager
-def _resized(layer: nn.Module, size: float) -> Iterator[None]:
-    """Multiply what a layer computes inside, behind norms that undo the size of its input.
-
-    q by as much as k is divided by, or attention would choose a token by the last bits; down_proj divides what gate and
-    up both multiplied.
-    """
-    attention, mlp = layer.self_attn, layer.mlp
-    factors = {"q_proj": size, "q_norm": size, "k_proj": 1 / size, "k_norm": 1 / size, "v_proj": size}
-    factors = {name: (getattr(attention, name, None), factor) for name, factor in factors.items()}
-    factors["post"] = layer.post_attention_layernorm, size
-    factors["down"] = getattr(mlp, "down_proj", None), 1 / size
-    scaled = [(p, factor) for part, factor in factors.values() if part is not None for p in part.parameters()]
-    for parameter, factor in scaled:
-        parameter.mul_(factor)
-    try:
-        yield
-    finally:
-        for parameter, factor in scaled:
-            parameter.div_(factor)
+def _resize(layer: nn.Module, factor: float) -> None:
+    """Multiply what a layer computes inside, behind norms that undo the size of its input."""
+    # k is divided by what q is multiplied by, or attention would choose a token by the last bits of its scores; and
+    # down_proj by one of the two factors of what gate and up give.
+    up, down = ("q_proj", "q_norm", "v_proj", "post_attention_layernorm"), ("k_proj", "k_norm", "down_proj")
+    factors = dict.fromkeys(up, factor) | dict.fromkeys(down, 1 / factor)
+    for name, parameter in layer.named_parameters():
+        parameter.mul_(factors.get(name.split(".")[-2], 1))
 
 
 @torch.no_grad()
@@ -255,7 +244,7 @@ def prove_mlp(mlp: nn.Module, activation: str) -> None:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         small, x = _small_mlp(mlp), torch.randn(2, TOKENS, HIDDEN)
-    for size, _ in TRIALS:
+    for size, *_ in TRIALS:
         _compare(_run(type(mlp), small, x * size), _mlp_reference(small, x * size, activation), "MLP")
 
 

@@ -32,13 +32,35 @@ MAX_LOGITS_BYTES = 1 << 30
 """The most bytes of logits in one of several chunks on a GPU."""
 
 
+_outside: dict[torch.device, torch.Tensor] = {}
+
+
+def outside_on(device: torch.device) -> torch.Tensor:
+    """Return int64 [3] on a device: the number of targets so far that have no logit, one of them, and V."""
+    if device not in _outside:
+        with torch.inference_mode(False):  # written in place, by forwards outside such a mode too
+            _outside[device] = torch.zeros(3, dtype=torch.int64, device=device)
+    return _outside[device]
+
+
+def take_outside() -> str | None:
+    """Say which targets had no logit since the last call, or None where all had one; the host waits for the device."""
+    for counted in _outside.values():
+        count, target, vocabulary = counted.tolist()
+        counted.zero_()
+        if count:
+            return f"{count} labels are outside the vocabulary of {vocabulary} tokens, {target} for one"
+    return None
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, recipe: LinearRecipe | None = None
 ) -> torch.Tensor:
     """Return the summed cross entropy of hidden [T, H] · weightᵀ [V, H], FP32. Only its first derivative exists.
 
-    targets: int64 [T], each below V or IGNORED. recipe: casts the operands of the three products to FP8. Autocast
-    applies to hidden and weight; gradients have their dtypes, the weight's is summed in FP32.
+    targets: int64 [T], each below V or IGNORED; of any other the loss is NaN, and `take_outside` names it. recipe:
+    casts the operands of the three products to FP8. Autocast applies to hidden and weight; gradients have their dtypes,
+    the weight's is summed in FP32.
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden states of {tuple(hidden.shape[:-1])} tokens, targets of {tuple(targets.shape)}")
@@ -195,7 +217,9 @@ def _in_fp8(
         for rows in _slices(len(x), chunk):
             logits, row = recipe.multiply(recipe.cast_input(x[rows]), cast, x.dtype), None
             if by_tile:
-                found, row = softmax_gradient_cast(logits, target[rows], IGNORED, spec, wants_dx, columns, rows.start)
+                found, row = softmax_gradient_cast(
+                    logits, target[rows], IGNORED, outside_on(x.device), spec, wants_dx, columns, rows.start
+                )
             else:
                 found = softmax_gradient(logits, target[rows], wants_dx or wants_dweight)
                 if wants_dx or wants_dweight:
@@ -239,20 +263,26 @@ def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool
     """Return the cross entropy of every row of logits [C, V], FP32 [C] in nats.
 
     Logits of any floating point dtype are computed with in FP32; with `gradient` they become their gradient in place,
-    rounded once. Rows whose target is IGNORED have loss and gradient zero for any logits.
+    rounded once. Rows whose target is IGNORED have loss and gradient zero for any logits; of targets that have no logit
+    both are NaN.
     """
     if logits.is_cuda:
         from ds_fp8.layers.head import softmax_gradient_triton
 
-        return softmax_gradient_triton.softmax_gradient(logits, targets, IGNORED, gradient)
+        return softmax_gradient_triton.softmax_gradient(logits, targets, IGNORED, outside_on(logits.device), gradient)
     return softmax_gradient_reference(logits, targets, gradient)
 
 
 def softmax_gradient_reference(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
     ignored = targets == IGNORED
-    column = targets.masked_fill(ignored, 0).unsqueeze(1)
+    outside = ~ignored & ((targets < 0) | (targets >= logits.shape[1]))
+    if outside.any():
+        counted = outside_on(logits.device)
+        counted += outside.sum() * counted.new_tensor([1, 0, 0])
+        counted[1:] = counted.new_tensor([targets[outside][0], logits.shape[1]])
+    column = targets.masked_fill(ignored | outside, 0).unsqueeze(1)
     x = logits.float()
-    normaliser = x.logsumexp(1, keepdim=True)
+    normaliser = x.logsumexp(1, keepdim=True).masked_fill(outside[:, None], torch.nan)
     losses = (normaliser - x.gather(1, column)).squeeze(1).masked_fill(ignored, 0)
     if gradient:
         # In place: `x` is a copy where logits are BF16, and the logits themselves in FP32.

@@ -31,7 +31,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _rows(
-    logits, targets, losses, normalisers, stride, V,
+    logits, targets, losses, normalisers, outside, stride, V,
     IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -51,8 +51,13 @@ def _rows(
     #     largest, total = running maximum and sum of exp(x - largest), lane by lane
     #     loss = log(sum exp(x)) - x[target]
     #     dx   = exp(x - logsumexp) - (k == target)             in place, in a second pass
+    has_logit = (target >= 0) & (target < V)
+    if not has_logit:
+        tl.atomic_add(outside, 1)
+        tl.store(outside + 1, target)
+        tl.store(outside + 2, V)
     # Read before anything is written: in place, the gradient takes the target's logit's place.
-    at_target = tl.load(logits + target).to(tl.float32)
+    at_target = tl.load(logits + target, mask=has_logit, other=float("nan")).to(tl.float32)
     # Every lane keeps a maximum and a sum of its own; a reduction in every iteration would cost a barrier.
     largest = tl.full([BLOCK], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -65,6 +70,7 @@ def _rows(
         largest = larger
     maximum = tl.max(largest, 0)
     normaliser = maximum + tl.log(tl.sum(total * tl.exp2((largest - maximum) * _LOG2E), 0))
+    normaliser = tl.where(has_logit, normaliser, float("nan"))  # of which all gradients of the row become NaN
     tl.store(losses + row, normaliser - at_target)
     if normalisers is not None:
         tl.store(normalisers + row, normaliser)
@@ -82,19 +88,21 @@ def softmax_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
     ignored: int,
+    outside: torch.Tensor,
     gradient: bool,
     normalisers: torch.Tensor | None = None,
     block: int = BLOCK,
 ) -> torch.Tensor:
     """Return the loss of each row of logits [C, V], FP32 [C]; with `gradient` the logits become their gradient.
 
-    `normalisers`: FP32 [C], where to write logsumexp of each row, zero of one that is ignored.
+    `normalisers`: FP32 [C], where to write logsumexp of each row, zero of one that is ignored. outside: as
+    cross_entropy.outside_on returns it.
     """
     tokens, vocabulary = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     block = min(block, triton.next_power_of_2(vocabulary))
     _rows[(tokens,)](
-        logits, targets, losses, normalisers, logits.stride(0), vocabulary,
+        logits, targets, losses, normalisers, outside, logits.stride(0), vocabulary,
         IGNORED=ignored, GRADIENT=gradient, BLOCK=block, BLOCKS=triton.cdiv(vocabulary, block),
         num_warps=max(1, min(WARPS, block // 256)),
     )
@@ -160,6 +168,7 @@ def softmax_gradient_cast(
     logits: torch.Tensor,
     targets: torch.Tensor,
     ignored: int,
+    outside: torch.Tensor,
     spec: CastSpec,
     wants_row: bool,
     columns: QuantizedTensor | None,
@@ -172,7 +181,7 @@ def softmax_gradient_cast(
     """
     tokens, vocabulary = logits.shape
     normalisers = torch.empty(tokens, dtype=torch.float32, device=logits.device)
-    losses = softmax_gradient(logits, targets, ignored, False, normalisers)
+    losses = softmax_gradient(logits, targets, ignored, outside, False, normalisers)
     if not wants_row and columns is None:
         return losses, None
     # From here on the logits are read once more, and never overwritten: both casts follow from the same FP32 numbers.

@@ -202,7 +202,8 @@ def convert(
         model: Any module, wrapped by PEFT or not.
         config: Casts, layers to skip, whether to fuse; FP8Config() by default. Where it names no preset the weights
             decide, as in `initialize`.
-        monitor: Counts saturated and flushed elements; made from `config.monitor` by default.
+        monitor: Counts saturated and flushed elements, until its `end_step` is called; by default nothing is counted,
+            and the engine of a later `initialize` has a monitor of its own.
         filter: Called as `filter(name, layer)` for each linear layer that `config.linear.skip` does not name. Layers
             for which it returns False stay in BF16, in later conversions without a filter too.
 
@@ -216,7 +217,7 @@ def convert(
     config = config or FP8Config()
     if config.leaves_preset_open:
         config, _ = _for_weights(config, model)
-    return convert_layers(model, config, monitor, filter)
+    return convert_layers(model, config, monitor or CastMonitor(0), filter)
 
 
 def _end_gloo() -> None:

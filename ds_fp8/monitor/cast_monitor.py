@@ -135,8 +135,9 @@ class CastMonitor:
         key = (site, tensor_class)
         if key not in self._columns:
             self._columns[key] = len(self._columns)
-            new = _empty(1, device)
-            self._buffer = new if self._buffer is None else torch.cat([self._buffer, new], 1)
+            with torch.inference_mode(False):  # training writes it in place
+                new = _empty(1, device)
+                self._buffer = new if self._buffer is None else torch.cat([self._buffer, new], 1)
         return self._columns[key]
 
 

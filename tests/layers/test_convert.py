@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import ds_fp8
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.layers.convert import convert, matches
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.copies import assert_independent_copy, copied
@@ -172,3 +173,8 @@ def test_a_copied_layer_takes_no_model_along():
     assert len(pickle.dumps(layer)) < 1.1 * sum(p.nbytes for p in layer.parameters())
     monitor = pickle.loads(pickle.dumps(layer)).mlp.down_proj.recipe.monitor
     assert not monitor.active, "nobody would read what a copy measures"
+
+
+def test_a_conversion_without_an_engine_measures_nothing():
+    """Nobody would end its step, and read the figures."""
+    assert not ds_fp8.convert(Small(), FP8Config(monitor={"every": 1})).recipe.monitor.active

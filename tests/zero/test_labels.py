@@ -24,7 +24,7 @@ GOOD = 2
 
 
 def steps_until_refused(case, label, good=GOOD):
-    """Return (steps taken, what ended them, whether by a graph); only the last rank has the label, behind good steps."""
+    """Return (steps taken, what ended them, whether by a graph). Only the last rank has the label, in step `good`."""
     model = causal_lm("qwen2")
     section, zero = CASES.get(case, ({"graph": case}, {}))
     config = models.config(section, **zero)

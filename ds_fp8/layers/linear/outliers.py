@@ -43,16 +43,19 @@ class OutlierChannels:
         `measured`: whether this step is one to look for other channels.
         """
         if self.channels is None:
-            energy = channel_energy(cast)
-            if measured:
-                # A rank that has no other input in this step counts in `look_again` like those that have more.
-                self.energy = energy.clone()
-            self.add_over_ranks(energy)
-            self.channels = largest_channels(energy, self.count)
+            # Later forwards write in place what this one finds, which may run in torch.inference_mode().
+            with torch.inference_mode(False), torch.no_grad():
+                energy = channel_energy(cast)
+                if measured:
+                    # A rank that has no other input in this step counts in `look_again` like those that have more.
+                    self.energy = energy.clone()
+                self.add_over_ranks(energy)
+                self.channels = largest_channels(energy, self.count)
             self.on_found(self)
         elif measured and not self.fixed:
-            energy = channel_energy(cast)
-            self.energy = energy if self.energy is None else self.energy.add_(energy)
+            with torch.inference_mode(False), torch.no_grad():
+                energy = channel_energy(cast)
+                self.energy = energy if self.energy is None else self.energy.add_(energy)
         return self.channels
 
     def load(self, channels: Sequence[int], width: int, device: torch.device) -> bool:

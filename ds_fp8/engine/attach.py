@@ -21,6 +21,7 @@ from ds_fp8.zero.collectives import WireMeter, reason_of_any
 from ds_fp8.zero.deepspeed.methods import has_optimizer
 from ds_fp8.zero.deepspeed.optimizer import overflowed
 from ds_fp8.zero.deepspeed.parameters import (
+    data_parallel_group,
     fetch_from_host,
     flat_parameters,
     is_partitioned,
@@ -40,15 +41,13 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
     sharded = engine.zero_optimization_partition_weights()
     if sharded and measured:
         state.wire = WireMeter()
-    fuses_loss = state.loss is not None and state.loss.fused
-    if state.conversion is None and state.wire is None and not fuses_loss:
+    if state.conversion is None and state.wire is None and state.loss is None:
         return
     # First of all: it replaces DeepSpeed's methods, and every part below is only hooked into it. Parts that stay None
     # leave their calls to DeepSpeed.
     life = state.lifecycle = Lifecycle(engine, state.wire)
-    if fuses_loss:
-        # By the norm of the gradients all ranks know of a loss that is NaN: nothing else is read or sent.
-        life.after_step.append(lambda: check_labels() if overflowed(engine) else None)
+    # By the norm of the gradients all ranks know of a loss that is NaN: nothing else is read or sent.
+    life.after_step.append(lambda: check_labels(data_parallel_group(engine)) if overflowed(engine) else None)
     if state.conversion is not None:
         state.hosts = find_hosts()
         state.health = Health(engine, state.monitor, state.config)

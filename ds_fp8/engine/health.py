@@ -46,12 +46,9 @@ class HealthReport:
     """Router statistics of a model with experts."""
 
 
-def check_labels() -> None:
-    """Raise UserError on all ranks where one has seen labels outside the vocabulary. Collective; the host waits.
-
-    Called where all ranks have found that something is not finite: the loss of such labels is NaN.
-    """
-    reason = reason_of_any(take_outside())
+def check_labels(group: object = None) -> None:
+    """Raise UserError on all ranks of a group where one has seen labels outside the vocabulary. Collective."""
+    reason = reason_of_any(take_outside(), group)
     if reason is not None:
         raise UserError(
             f"{reason} (the loss is NaN)",

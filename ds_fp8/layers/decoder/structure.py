@@ -248,10 +248,6 @@ def prove_mlp(mlp: nn.Module, activation: str) -> None:
         _compare(_run(type(mlp), small, x * size), _mlp_reference(small, x * size, activation), "MLP")
 
 
-ATTENTION_OPTIONS = {"dropout", "scaling", "position_ids", "use_cache"}
-"""Arguments of attention functions, beside the window, that a fused layer gives."""
-
-
 @contextlib.contextmanager
 def _plain_attention(attention: nn.Module) -> Iterator[None]:
     """Keep transformers' own attention under "sdpa", where DeepSpeed-Ulysses puts one that talks to other ranks.
@@ -261,9 +257,10 @@ def _plain_attention(attention: nn.Module) -> Iterator[None]:
     registered, window = ALL_ATTENTION_FUNCTIONS["sdpa"], window_of(attention)
 
     def plain(*args: Any, sliding_window: int | None = window, **options: Any) -> Any:
-        others = sorted(key for key in options.keys() - ATTENTION_OPTIONS if options[key] is not None)
-        if others or (sliding_window or None) != window:
-            raise Unfusable(f"its attention is given {', '.join(others) or f'a window of {sliding_window}'}")
+        others = options.keys() - {"dropout", "scaling", "position_ids", "use_cache"}
+        more = [key for key in others if options[key] is not None]
+        if more or (sliding_window or None) != window:
+            raise Unfusable(f"its attention is given {', '.join(more) or f'a window of {sliding_window}'}")
         return sdpa_attention_forward(*args, sliding_window=sliding_window, **options)
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
@@ -330,8 +327,6 @@ def _small_norm(norm: nn.Module, size: int) -> nn.Module:
 def _run(own: type, stand_in: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return inspect.unwrap(own.forward)(stand_in, *args, **kwargs)
-    except Unfusable:
-        raise
     except Exception as error:
         what = f"{type(error).__name__}: {first_line(error)}"
         raise Unfusable(f"its forward could not be tried at a small size ({what})") from None

@@ -267,6 +267,11 @@ class FP8Config(Section):
     monitor: MonitorConfig = MonitorConfig()
     report: Literal["short", "full"] = "short"
     """The start report: ten lines, or all that is known."""
+    trust_checkpoints: bool = False
+    """true: engine.load_checkpoint unpickles objects of any class, which can run code. false: it refuses a checkpoint
+    with more than tensors, numpy's numbers and arrays, and plain values.
+
+    For client states with objects of your own. `ds-fp8 train` and the exports refuse such checkpoints in any case."""
 
     @classmethod
     def from_preset(cls, preset: str | Mapping[str, str] = DEFAULT, **changes: Any) -> FP8Config:

@@ -18,7 +18,8 @@ from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.zero.collectives import WireMeter, reason_of_any
-from ds_fp8.zero.deepspeed.methods import has_optimizer
+from ds_fp8.zero.deepspeed.checkpoints import tensors_only
+from ds_fp8.zero.deepspeed.methods import has_optimizer, replace
 from ds_fp8.zero.deepspeed.optimizer import overflowed
 from ds_fp8.zero.deepspeed.parameters import (
     data_parallel_group,
@@ -38,6 +39,9 @@ from ds_fp8.zero.weights import ShardedWeights
 
 def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -> None:
     """Replace collectives and step of an engine as its configuration asks, until engine.destroy(). Collective."""
+    if measured and not state.config.trust_checkpoints:
+        reading = tensors_only("the checkpoint", "fp8.trust_checkpoints", ', with "trust_checkpoints": true')
+        replace(engine, engine, "load_checkpoint", reading(engine.load_checkpoint))
     sharded = engine.zero_optimization_partition_weights()
     if sharded and measured:
         state.wire = WireMeter()

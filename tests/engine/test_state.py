@@ -1,12 +1,19 @@
 """What checkpoints hold of FP8: a run that stops and resumes is the run that does not, bit for bit."""
 
+import os
+import random
+from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from deepspeed import comm as dist
 
 import ds_fp8
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.train.resume import load_on_other_ranks
@@ -69,7 +76,7 @@ def read_with_plain_torch(folder):
 def test_the_state_is_plain_and_the_same_on_all_ranks(ranks, tmp_path):
     results = ranks(2, read_with_plain_torch, str(tmp_path))
     for same, micro_batches, names, mu in results:
-        assert same
+        assert same == list(usual_client_state())
         assert micro_batches == 4
         assert "layers.0.up.weight" in names
         assert all(value != 1 for value in mu)
@@ -181,3 +188,65 @@ def test_what_starts_anew_is_said(ranks, tmp_path):
         assert "no FP8 state" in results["without FP8"][1][0]
         assert results["without FP8"][2] == 0
         assert results["own"][1:] == ([], 2)
+
+
+class Crafted:
+    """Makes the folder `trace` when it is unpickled."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.makedirs, (self.trace, 0o700, True)
+
+
+def usual_client_state():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(torch.optim.AdamW([parameter]), 1e-3, total_steps=9)
+    return {
+        "arguments": Namespace(lr=1e-3, output=Path("runs/1"), betas=(0.9, 0.95)),
+        "values": [1, 2.5, None, True, "text", b"bytes", {3}, OrderedDict(a=1), SimpleNamespace(b=2)],
+        "numpy": [np.float64(0.5), np.int64(7), np.bool_(True), np.arange(3.0)],
+        "random": [random.getstate(), np.random.get_state(), np.random.default_rng(1).bit_generator.state],
+        "torch": [torch.get_rng_state(), torch.arange(3), torch.float8_e4m3fn],
+        "schedule": schedule.state_dict(),
+    }
+
+
+def client_states(folder, config, crafted):
+    """What an engine loads of checkpoints: a usual state, that of one with code in it, and the latter trusted."""
+    usual, trace, refused = usual_client_state(), f"{folder}/trace", None
+    engine = models.build(config)
+    models.train(engine, 1)
+    engine.save_checkpoint(folder, tag="usual", client_state=usual)
+    engine.save_checkpoint(folder, tag="crafted", client_state={"mine": 7})
+    (file,) = Path(folder, "crafted").glob(crafted)
+    torch.save({**torch.load(file, weights_only=False), "extra": Crafted(trace)}, file)
+    _, state = engine.load_checkpoint(folder, tag="usual")
+    try:
+        engine.load_checkpoint(folder, tag="crafted")
+    except UserError as error:
+        refused = error
+    ran = os.path.exists(trace)
+    trusting = models.build({**config, "fp8": {**config["fp8"], "trust_checkpoints": True}})
+    _, trusted = trusting.load_checkpoint(folder, tag="crafted")
+    same = [key for key in usual if str(state[key]) == str(usual[key])]
+    return same, state["arguments"], str(refused), ran, trusted["mine"], os.path.exists(trace)
+
+
+@pytest.mark.parametrize("crafted", ["*model_states.pt", "*optim_states.pt"])
+@pytest.mark.parametrize(
+    ("stage", "section"),
+    [(3, {"preset": "compact"}), (3, {"enabled": False}), (2, {"enabled": False})],
+    ids=["fp8", "twin", "twin of stage 2"],
+)
+def test_no_code_of_a_checkpoint_runs_but_where_it_is_trusted(ranks, tmp_path, section, stage, crafted):
+    config = models.config({"monitor": {"every": 0}, **section}, stage=stage)
+    ((same, arguments, refused, ran, *trusted),) = ranks(1, client_states, str(tmp_path), config, crafted)
+    assert same == list(usual_client_state())
+    assert arguments == usual_client_state()["arguments"]
+    assert "it names os.makedirs" in refused
+    assert "key:    fp8.trust_checkpoints" in refused
+    assert '"trust_checkpoints": true' in refused
+    assert not ran
+    assert trusted == [7, True]

@@ -1,8 +1,8 @@
 """Files of an engine's checkpoints, and whole state dicts.
 
 What is read never runs code from the files: a file of torch.save is a pickle, which can name any function to be called.
-torch's own reader of tensors and plain values (`weights_only`) refuses that; of DeepSpeed's classes it is told those
-that its checkpoints contain.
+torch's own reader of tensors and plain values (`weights_only`) refuses that. It is told of the classes of DeepSpeed
+that its checkpoints contain, and of those of values that are usual in client states.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import copyreg
 import os
 import pickle
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -29,6 +32,12 @@ from ds_fp8.config.errors import UserError
 # Classes that DeepSpeed puts into checkpoints beside tensors and plain values: holders of numbers. For good:
 # torch.serialization.safe_globals would take them from other threads on leaving.
 torch.serialization.add_safe_globals([ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address])
+# What programs put there: arguments, paths, numbers, arrays and random states of numpy (1 and 2 name them differently).
+torch.serialization.add_safe_globals([Namespace, SimpleNamespace, PosixPath, np.ndarray, np.dtype])
+torch.serialization.add_safe_globals([type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] + "efdgFDG"])
+for _make in (np.float64(0).__reduce__()[0], np.array(0).__reduce__()[0]):
+    names = [f"numpy.{core}.multiarray.{_make.__name__}" for core in ("core", "_core")]
+    torch.serialization.add_safe_globals([(_make, name) for name in names])
 
 # Python 3.11.0 to 3.11.3 pickle members of an enumeration through getattr, which no reader of plain values may call.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
@@ -105,7 +114,7 @@ def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torc
 
 
 @contextmanager
-def tensors_only(source: Path) -> Iterator[None]:
+def tensors_only(source: str | Path, key: str = "", allow: str = "") -> Iterator[None]:
     """Let every torch.load within read tensors and plain values alone, also where the caller asks for more.
 
     UserError names `source`, the file or folder, where it holds anything else.
@@ -117,7 +126,8 @@ def tensors_only(source: Path) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{source} is not read, because it holds more than tensors and plain values: {_reason(error)}",
-            remedy="use a checkpoint from a source that you trust",
+            key=key,
+            remedy=f"use a checkpoint from a source that you trust{allow}",
         ) from None
     finally:
         if before is None:
@@ -144,4 +154,5 @@ def _reason(error: Exception) -> str:
     name = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error))
     if name:
         return f"it names {name[1]}"
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    # Behind torch's advice, where it gives any.
+    return " ".join(str(error).rpartition("WeightsUnpickler error:")[2].split())[:200] or type(error).__name__

@@ -183,6 +183,9 @@ def test_an_unknown_key_names_the_nearest(section, key, meant):
     ("section", "key"),
     [
         ({"enabled": "maybe"}, "fp8.enabled"),
+        ({"preset": False, "optimizer": "coat"}, "fp8.preset"),
+        ({"preset": None, "optimizer": "coat"}, "fp8.preset"),
+        ({"preset": [[]], "linear": "infir2"}, "fp8.preset"),
         ({"linear": None}, "fp8.linear"),
         ({"linear": {"backend": "cutlass"}}, "fp8.linear.backend"),
         ({"linear": {"input": {"format": "e4m4"}}}, "fp8.linear.input.format"),
@@ -195,6 +198,8 @@ def test_an_unknown_key_names_the_nearest(section, key, meant):
         ({"activations": {"save": "fp16"}}, "fp8.activations.save"),
         ({"param_gather": {"format": "int8"}}, "fp8.param_gather.format"),
         ({"param_gather": {"format": "bf16", "frozen": "whole"}}, "fp8.param_gather.frozen"),
+        ({"param_gather": {"format": "e4m4"}}, "fp8.param_gather.format"),
+        ({"grad_reduce": {"format": None}}, "fp8.grad_reduce.format"),
         ({"grad_reduce": {"scale": "deep"}}, "fp8.grad_reduce.scale"),
         ({"optimizer": {"exp_avg": "int5"}}, "fp8.optimizer.exp_avg"),
         ({"monitor": {"every": -1}}, "fp8.monitor.every"),

@@ -117,6 +117,8 @@ class Configuration:
             return [_explain(error, mistake, section).located(self.file) for mistake in error.errors()]
         words = clipped(str(error) or type(error).__name__)
         section = section or next((key for key in sorted(self.values) if key in words), "")
+        if isinstance(error, (AttributeError, TypeError)) and section:  # Python's words alone say little
+            words = f'"{section}" cannot be {shown(self.values.get(section))} ({words})'
         # The key itself, where DeepSpeed names it: the first one in its sentence.
         named = [key for key in section_of(self.values, section) if key in words and key != "enabled"]
         return [
@@ -220,6 +222,9 @@ class DeepSpeedValues(_Values):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
+    train_batch_size: int | None = Field(None, gt=0)
+    train_micro_batch_size_per_gpu: int | None = Field(None, gt=0)
+    gradient_accumulation_steps: int | None = Field(None, gt=0)
     gradient_clipping: float = Field(1.0, ge=0)
     prescale_gradients: bool = False
     gradient_predivide_factor: float = Field(1.0, gt=0)
@@ -240,6 +245,7 @@ class DeepSpeedValues(_Values):
     use_data_before_expert_parallelism: bool = False
     zero_allow_untested_optimizer: bool = False
     zero_force_ds_cpu_optimizer: bool = True
+    timers: dict[str, Any] = Field(default_factory=dict)
     data_types: DataTypes = DataTypes()
     flops_profiler: FlopsProfiler = FlopsProfiler()
     checkpoint: Checkpoint = Checkpoint()

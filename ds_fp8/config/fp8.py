@@ -73,7 +73,7 @@ class AttentionConfig(Section):
 class ParameterGatherConfig(Section):
     """Format of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
-    format: FormatName | Literal["bf16"] = "e4m3"
+    format: Literal[FormatName, "bf16"] = "e4m3"
     """That of linear.weight, or bf16. Weights with an override travel in its cast, or in BF16 where that cannot be
     sharded."""
     frozen: Literal["sharded", "whole"] = "sharded"
@@ -96,7 +96,7 @@ class ParameterGatherConfig(Section):
 class GradientReduceConfig(Section):
     """Format of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
-    format: FormatName | Literal["bf16"] = "e4m3"
+    format: Literal[FormatName, "bf16"] = "e4m3"
     """bf16: DeepSpeed's reduce-scatter. Others: a byte an element."""
     scale: Literal["group", "tensor"] = "group"
     """group: one for every 128 elements. tensor: one a gradient, agreed by all ranks and adapted over time (FP8-LM)."""

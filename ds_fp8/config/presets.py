@@ -97,6 +97,7 @@ def without_words(section: Mapping[str, Any]) -> dict[str, Any]:
     if not names:
         return dict(section)
     preset = section.get("preset", {})
+    preset_values(preset)  # refuses what is neither a name nor names
     preset = {**(dict.fromkeys(AXES, preset) if isinstance(preset, str) else preset), **names}
     return {key: value for key, value in section.items() if key not in names} | {"preset": preset}
 

@@ -68,7 +68,7 @@ def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: R
     missing, malformed, or too few to hold back a validation example.
     """
     config.check_named()
-    cache_dir = Path(config.cache_dir or os.environ.get("DS_FP8_CACHE", "~/.cache/ds_fp8")).expanduser()
+    cache_dir = Path(config.cache_dir or os.environ.get("DS_FP8_CACHE") or "~/.cache/ds_fp8").expanduser()
     check_writable(cache_dir, "data.cache_dir" if config.cache_dir else "DS_FP8_CACHE")
     parts: dict[str, list[tuple[TokenStore, Plan]]] = {split: [] for split in SPLITS}
     examined: list[tuple[TokenStore, np.ndarray, DataConfig]] = []

@@ -59,7 +59,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
         if state.why_no_step is None:
             state.step = life.update = Step(engine, engine.basic_optimizer)
-        elif state.config.optimizer.master != "fp32":
+        elif state.config.optimizer.master != "fp32" and has_optimizer(engine):
             raise UserError(
                 f"masters of codes and corrections need this package's step, but {state.why_no_step}",
                 key="fp8.optimizer.master",

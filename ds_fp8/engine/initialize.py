@@ -26,7 +26,7 @@ from ds_fp8.casts.quantization import check_triton
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, show_without_traceback
-from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
@@ -176,7 +176,11 @@ def initialize(
     # Also with FP8 disabled: a BF16 twin has the same attributes and the same count of bytes.
     state = engine.fp8 = FP8State(engine, fp8, monitor)
     state.conversion, state.loss, state.preset_reason = conversion, loss, preset_reason
-    attach(engine, state, measured="fp8" in configuration.values)
+    try:
+        attach(engine, state, measured="fp8" in configuration.values)
+    except BaseException:  # nobody gets this engine to destroy it, and zero.Init's methods would stay replaced
+        engine.destroy()
+        raise
     tokens = _micro_batch_tokens(configuration, engine)
     state.report = start_report(engine, state, tokens)
     if conversion is not None:
@@ -188,7 +192,7 @@ def initialize(
 
 def convert(
     model: torch.nn.Module,
-    config: FP8Config | None = None,
+    config: FP8Config | Mapping[str, Any] | str | None = None,
     monitor: CastMonitor | None = None,
     filter: Filter | None = None,
 ) -> Conversion:
@@ -200,8 +204,8 @@ def convert(
 
     Args:
         model: Any module, wrapped by PEFT or not.
-        config: Casts, layers to skip, whether to fuse; FP8Config() by default. Where it names no preset the weights
-            decide, as in `initialize`.
+        config: Casts, layers to skip, whether to fuse; a mapping or a preset's name, too. FP8Config() by default. Where it
+            names no preset the weights decide, as in `initialize`.
         monitor: Counts saturated and flushed elements, until its `end_step` is called; by default nothing is counted,
             and the engine of a later `initialize` has a monitor of its own.
         filter: Called as `filter(name, layer)` for each linear layer that `config.linear.skip` does not name. Layers
@@ -214,7 +218,8 @@ def convert(
         UserError: No linear layer can be converted and no override keeps one in BF16, an override matches no layer, or
             this machine cannot run the casts of `config`.
     """
-    config = config or FP8Config()
+    if not isinstance(config, FP8Config):
+        config = parse_fp8({"fp8": {} if config is None else config})
     if config.leaves_preset_open:
         config, _ = _for_weights(config, model)
     return convert_layers(model, config, monitor or CastMonitor(0), filter)

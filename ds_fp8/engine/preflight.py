@@ -383,7 +383,7 @@ def _check_scheduler(section: Any, refuse: Refuse) -> None:
         key for key in vars(torch.optim.lr_scheduler) if isinstance(getattr(torch.optim.lr_scheduler, key), type)
     }
     known = {*lr_schedules.VALID_LR_SCHEDULES, *of_torch}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         remedy = nearest(str(kind), lr_schedules.VALID_LR_SCHEDULES, "DeepSpeed has")
         refuse("scheduler.type", f"unknown scheduler {shown(kind)}", remedy)
         return
@@ -457,7 +457,7 @@ def check_launch() -> None:
         missing = []  # DeepSpeed asks MPI, or knows the cloud's launcher
     else:
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-        missing = [name for name in needed if name not in os.environ]
+        missing = [name for name in needed if not os.environ.get(name)]
     if missing:
         raise UserError(
             f"the environment has no {', '.join(missing)}, which launchers set",

@@ -17,6 +17,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.log import logger
+from ds_fp8.config.presets import as_section
 from ds_fp8.engine.initialize import initialize
 from ds_fp8.layers.attention import documents
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
@@ -31,7 +32,7 @@ _without: Literal["accept", "say", "refuse"] = "accept"
 
 
 def install(
-    fp8: str | Mapping[str, Any] | None = None, without_section: Literal["accept", "say", "refuse"] = "accept"
+    fp8: str | bool | Mapping[str, Any] | None = None, without_section: Literal["accept", "say", "refuse"] = "accept"
 ) -> None:
     """Make deepspeed.initialize honour "fp8" sections, for all callers in this process.
 
@@ -47,7 +48,7 @@ def install(
     global _default, _without
     _without = without_section
     source = f"environment variable {VARIABLE}" if fp8 is None else None
-    _default = _as_section(os.environ.get(VARIABLE) if fp8 is None else fp8, source)
+    _default = _as_section(os.environ.get(VARIABLE) or None if fp8 is None else fp8, source)
     # Once: a second wrapper would apply the default section twice.
     if _replaced:
         return
@@ -125,7 +126,7 @@ def _without_section(original: Callable) -> Callable:
     return deepspeed_config_process
 
 
-def _as_section(fp8: str | Mapping[str, Any] | None, source: str | None) -> dict[str, Any] | None:
+def _as_section(fp8: str | bool | Mapping[str, Any] | None, source: str | None) -> dict[str, Any] | None:
     if fp8 is None:
         return None
     section = fp8
@@ -137,7 +138,7 @@ def _as_section(fp8: str | Mapping[str, Any] | None, source: str | None) -> dict
                 f"not valid JSON: {error}", file=source, remedy='a preset\'s name, or {"preset": "infir2", ...}'
             ) from None
     parse_fp8({"fp8": section}, source)
-    return dict(section)
+    return dict(as_section(section))
 
 
 def noting(send_to_device: Callable) -> Callable:

@@ -284,14 +284,14 @@ class ResearchLinear(ResearchCasts, LinearConfig):
 class ResearchGather(ParameterGatherConfig):
     """Format of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
-    format: AnyFormat | Literal["bf16"] = "e4m3"
+    format: Literal[AnyFormat, "bf16"] = "e4m3"
     """The format of linear.weight, or bf16."""
 
 
 class ResearchReduce(GradientReduceConfig):
     """Format of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
-    format: AnyFormat | Literal["bf16"] = "e4m3"
+    format: Literal[AnyFormat, "bf16"] = "e4m3"
     """bf16: DeepSpeed's reduce-scatter. All others take a byte an element; all but e4m3 and e5m2 are emulated."""
 
 

@@ -161,6 +161,10 @@ TYPOS = [
     ({"flops_profiler": {"enabeld": True}}, "flops_profiler.enabeld", '"enabled"'),
     ({"checkpoint": {"load_universall": True}}, "checkpoint.load_universall", '"load_universal"'),
     ({"timers": {"throughput": {"synchronised": False}}}, "timers.synchronised", ""),
+    ({"timers": None}, "timers", "change"),
+    ({"timers": []}, "timers", "change"),
+    ({"train_batch_size": "8"}, "train_batch_size", "change"),
+    ({"scheduler": {"type": []}}, "scheduler.type", "WarmupLR"),
     (zero(overlap_com=True), "zero_optimization.overlap_com", '"overlap_comm"'),
     (zero(overlap_comm="no"), "zero_optimization.overlap_comm", "false, without"),
     (zero(offload_optimizer={"devise": "cpu"}), "zero_optimization.offload_optimizer.devise", ""),
@@ -181,6 +185,11 @@ def test_a_typo_outside_of_the_section_is_an_error(change, key, remedy):
     found = mistakes({**GOOD, "fp8": {}, **change})
     assert key in found
     assert remedy in found[key].remedy
+
+
+@pytest.mark.parametrize("key", ["autotuning", "comms_logger", "pipeline", "torch_autocast"])
+def test_a_section_without_a_value_is_named_beside_deepspeeds_words(key):
+    assert f'"{key}" cannot be None' in mistakes({**GOOD, "fp8": {}, key: None})[key].problem
 
 
 def test_all_mistakes_are_told_at_once():

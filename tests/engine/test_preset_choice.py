@@ -185,6 +185,9 @@ def test_norms_without_weights_leave_it_to_what_transformers_has_loaded(tmp_path
     ],
 )
 def test_convert_decides_as_initialize_does(build, section, channels):
+    if section.keys() != {"linear"}:  # a mapping, or a preset's name
+        given = section.get("preset", {**OPEN, **section})
+        assert ds_fp8.convert(build(), given).recipe.outlier_channels == channels
     assert ds_fp8.convert(build(), FP8Config(**OPEN, **section)).recipe.outlier_channels == channels
 
 

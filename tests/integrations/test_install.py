@@ -15,6 +15,7 @@ from deepspeed import comm as dist
 import ds_fp8
 from ds_fp8.__main__ import main
 from ds_fp8.config.errors import UserError
+from ds_fp8.integrations.install import with_section
 from tests.zero.models import Net, config
 
 
@@ -73,6 +74,14 @@ def test_accelerate_fills_in_its_values_and_leaves_the_section_alone(clean, monk
     plugin.deepspeed_config_process(must_match=False, gradient_clipping=0.5)
     assert plugin.deepspeed_config["gradient_clipping"] == 0.5
     assert plugin.deepspeed_config["fp8"] == section
+
+
+def test_an_empty_variable_is_none_and_true_is_a_section(clean, monkeypatch):
+    monkeypatch.setenv("DS_FP8", "")
+    ds_fp8.install()
+    assert "fp8" not in with_section({})
+    ds_fp8.install(True)
+    assert with_section({}) == {"fp8": {}}
 
 
 @pytest.mark.parametrize("value", ['{"preset": ', "coats", '{"fuze": "off"}'])

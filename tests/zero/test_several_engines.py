@@ -6,14 +6,15 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 
 import ds_fp8
+from ds_fp8.config.errors import UserError
 from tests.zero import models
 
 QUIET = {"monitor": {"every": 0}}
-KINDS = {"fp8": QUIET, "stock": None}
+KINDS = {"fp8": QUIET, "stock": None, "compact": {**QUIET, "preset": "compact"}}
 
 
 def engine(kind: str, seed: int, trains: bool = True):
-    """An engine around Net; kind: "fp8" or "stock"."""
+    """An engine around Net; kind: a key of KINDS."""
     section = KINDS[kind]
     ds_config = models.config(section)
     if not trains:
@@ -63,6 +64,7 @@ def copies(first: str, second: str, trains: bool):
     [
         ("fp8", "fp8", True),
         ("fp8", "fp8", False),
+        ("compact", "compact", False),  # the reference model of a trained one, with its section
         ("fp8", "stock", True),
         ("stock", "fp8", True),
         ("stock", "fp8", False),
@@ -120,6 +122,19 @@ def patched(_):
         each.destroy()
         changed.append(before != (Init._all_gather, Init._partition))
     return changed
+
+
+def refused(_):
+    before = Init._all_gather, Init._partition
+    with pytest.raises(UserError, match="need this package's step") as caught:
+        models.build(models.config(KINDS["compact"]), own=False)
+    later = engine("fp8", 1)
+    later.destroy()
+    return caught.value.key, before == (Init._all_gather, Init._partition)
+
+
+def test_the_class_is_as_before_once_an_engine_was_refused(new_ranks):
+    assert new_ranks(1, refused, None) == [("fp8.optimizer.master", True)]
 
 
 def test_the_class_is_as_before_once_the_last_engine_is_destroyed(new_ranks):

@@ -204,8 +204,8 @@ def convert(
 
     Args:
         model: Any module, wrapped by PEFT or not.
-        config: Casts, layers to skip, whether to fuse; a mapping or a preset's name, too. FP8Config() by default. Where it
-            names no preset the weights decide, as in `initialize`.
+        config: Casts, layers to skip, whether to fuse; a mapping or a preset's name, too. FP8Config() by default. Where
+            it names no preset the weights decide, as in `initialize`.
         monitor: Counts saturated and flushed elements, until its `end_step` is called; by default nothing is counted,
             and the engine of a later `initialize` has a monitor of its own.
         filter: Called as `filter(name, layer)` for each linear layer that `config.linear.skip` does not name. Layers

@@ -8,7 +8,7 @@ from typing import Any
 
 import deepspeed
 
-from ds_fp8.config.errors import UserError
+from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
 from ds_fp8.graphs.micro_steps import MicroStepGraphs
@@ -124,6 +124,15 @@ class FP8State:
         """
         if self.health is None:
             return
+        try:
+            self._load(state)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UserError(
+                f"the FP8 state of the checkpoint is damaged: {first_line(error)}",
+                remedy='use another checkpoint, or load this one without the key "ds_fp8" of its client state',
+            ) from error
+
+    def _load(self, state: Mapping[str, Any] | None) -> None:
         saved = (state or {}).get("preset", self.config.preset)
         if self.preset_reason is not None and saved != self.config.preset:
             # Kept as it was: the conversion cannot be taken back now.
@@ -133,6 +142,9 @@ class FP8State:
                 key="fp8.preset",
                 remedy=f'"fp8": {{"preset": {json.dumps(saved)}}}',
             )
+        if saved != self.config.preset:
+            there, here = json.dumps(saved), json.dumps(self.config.preset)
+            self.health.say(f"the checkpoint was trained with preset {there}, and goes on with {here}")
         if not state:
             self.health.say("the checkpoint has no FP8 state: gradient scales and counters are reset")
             state = {}

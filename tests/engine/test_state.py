@@ -190,6 +190,38 @@ def test_what_starts_anew_is_said(ranks, tmp_path):
         assert results["own"][1:] == ([], 2)
 
 
+WRONG = [
+    {"micro_batches": "x"},
+    {"gradients": [1]},
+    {"outlier_channels": []},
+    {"outlier_channels": {"layers.0.up": [99999] * 128}},
+    {"monitor": 3},
+    [1],
+]
+
+
+def wrong_states(preset, other):
+    """What is raised for states with a wrong value each, and said of one with another preset."""
+    engine, raised, said = build({"preset": preset, "grad_reduce": {"scale": "tensor"}}), [], []
+    models.train(engine, 1)
+    state = engine.fp8.state_dict()
+    for wrong in WRONG:
+        try:
+            engine.fp8.load_state_dict({**state, **wrong} if isinstance(wrong, dict) else wrong)
+        except UserError as error:
+            raised.append(str(error))
+    engine.fp8.health.say = said.append
+    engine.fp8.load_state_dict({**state, "preset": other})
+    return raised, said
+
+
+def test_a_wrong_value_in_the_state_is_an_error_and_another_preset_is_said(ranks):
+    ((raised, said),) = ranks(1, wrong_states, "precise", "coat")
+    assert len(raised) == len(WRONG)
+    assert all("FP8 state of the checkpoint is damaged" in error and "remedy" in error for error in raised)
+    assert said == ['the checkpoint was trained with preset "coat", and goes on with "precise"']
+
+
 class Crafted:
     """Makes the folder `trace` when it is unpickled."""
 

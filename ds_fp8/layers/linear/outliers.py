@@ -62,6 +62,8 @@ class OutlierChannels:
         """Load channels of an input [T, width] from a checkpoint. Returns False, unchanged, if their number differs."""
         if len(channels) != min(self.count, width):
             return False
+        if not all(0 <= channel < width for channel in channels):
+            raise ValueError(f"outlier channels that an input of {width} features does not have")
         loaded = torch.tensor(channels, dtype=torch.int32, device=device)
         if self.channels is None:
             self.channels = loaded

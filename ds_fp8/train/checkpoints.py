@@ -57,6 +57,8 @@ class RunState:
     """Files of the frozen weights that the checkpoint leaves out (`Manifest.base`)."""
     result: dict[str, Any] | None = None
     """Result of a run that has finished."""
+    records: int = 0
+    """Records in metrics.jsonl of the steps before `step`, known to rank 0."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Manifest:
     data: list[dict[str, Any]] = field(default_factory=list)
     base: dict[str, str] = field(default_factory=dict)
     """Hashes of the files that frozen weights are read from again, by name; empty where the checkpoint holds them."""
+    records: int = 0
 
     @property
     def in_shards(self) -> bool:

@@ -224,7 +224,8 @@ class TrainingLoop:
     def save(self) -> None:
         self.finish_save()
         if self.step > self.saved.step:
-            state = RunState(self.step, self.data_step, tuple(self.spikes.losses()), data=self.data.identity)
+            losses, records = tuple(self.spikes.losses()), self.log.before(self.step)
+            state = RunState(self.step, self.data_step, losses, data=self.data.identity, records=records)
             self.writer.save(state, self.log.by_step("validation_loss"))
             if not self.stage.train.async_save:
                 self.finish_save()

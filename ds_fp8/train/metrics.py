@@ -34,6 +34,7 @@ from ds_fp8.monitor.records import (
     routing_curves,
     routing_record,
 )
+from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.zero.collectives import allocated_bytes
 
@@ -43,6 +44,8 @@ BF16_LOSS = "validation_loss_bf16"
 """Validation loss, after the last step, of the BF16 weights without casts; in a run that casts."""
 BYTES = ("all_gather_bytes", "grad_bytes", "exchange_bytes")
 LAST_LOSSES = 10
+LOST = "records lost"
+"""The event of a resume that found fewer records than were written before its checkpoint."""
 LINES = 20
 """Lines about steps that a run prints where its output is not a terminal."""
 SECONDS_BETWEEN_LINES = 10.0
@@ -66,10 +69,12 @@ def read_metrics(file: Path, last_step: int = sys.maxsize) -> list[Record]:
 
 
 class MetricsLog:
-    """Appends to `file` on the rank that writes (rank 0) and keeps all records of the run in memory on every rank."""
+    """Appends to `file` on the rank that writes (rank 0), which alone keeps the records of training steps in memory."""
 
     def __init__(self, file: Path, records: list[Record], writes: bool) -> None:
-        self.records = list(records)
+        self.events = [record for record in records if "loss" not in record]
+        """Evaluations, saves, health and the like, on every rank."""
+        self.records = list(records) if writes else self.events
         self._file = None
         if writes:
             # Without the lines after the checkpoint and without damaged ones.
@@ -87,16 +92,19 @@ class MetricsLog:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        self.records.append(record)
+        if "loss" not in record:
+            self.events.append(record)
         if self._file:
+            self.records.append(record)
             try:
                 self._file.write(json.dumps(record) + "\n")
             except OSError as error:  # what could not be written stays in the file's buffer
                 logger.warning("WARNING: %s could not be written: %s", self._file.name, error.strerror)
 
     def go_back(self, step: int) -> None:
-        self.records = [record for record in self.records if record["step"] <= step]
+        self.events[:] = [record for record in self.events if record["step"] <= step]
         if self._file:
+            self.records = [record for record in self.records if record["step"] <= step]
             # Closed before the file is replaced: lines appended to the old one would be lost with it.
             self._file.close()
             try:
@@ -106,14 +114,24 @@ class MetricsLog:
                 logger.warning("WARNING: %s still has what came after step %s: %s", name, step, error.strerror)
 
     def by_step(self, key: str) -> dict[int, Any]:
-        return {record["step"]: record[key] for record in self.records if record.get(key) is not None}
+        return {record["step"]: record[key] for record in self.events if record.get(key) is not None}
 
     def has(self, step: int, key: str) -> bool:
-        return any(record["step"] == step and key in record for record in self.records)
+        return any(record["step"] == step and key in record for record in self.events)
 
     def value(self, step: int, key: str) -> Any:
-        found = [record[key] for record in self.records if record["step"] == step and key in record]
+        found = [record[key] for record in self.events if record["step"] == step and key in record]
         return found[-1] if found else None
+
+    def before(self, step: int) -> int:
+        """Return the number of records before a step, on the rank that writes."""
+        return sum(record["step"] < step for record in self.records)
+
+    def check(self, state: RunState) -> None:
+        """Say how many of the records that were there when `state` was saved are missing."""
+        if (missing := state.records - self.before(state.step)) > 0:
+            logger.warning("WARNING: %s of the records of %s are missing", missing, self._file.name)
+            self.append({"step": state.step, "event": LOST, "records": missing})
 
 
 class SpikeDetector:
@@ -167,7 +185,7 @@ class RunHealth:
 
         They do after a rollback, which leaves moved layers in BF16, and in a run that begins with another's state.
         """
-        if self._health is not None and self._health.layers_in_bf16 != layers_in_bf16(self._log.records):
+        if self._health is not None and self._health.layers_in_bf16 != layers_in_bf16(self._log.events):
             self._log_layers(step)
 
     def _log_layers(self, step: int) -> None:
@@ -219,17 +237,19 @@ def summarise(log: MetricsLog, steps: int) -> Record:
 
     `final_loss` is the validation loss after the last step, computed as in training; `final_loss_bf16` that of the BF16
     weights which the run writes, without casts: of a run without casts the same. `last_train_loss` is the mean of the
-    last ten logged ones.
+    last ten logged ones. Losses of records that were lost are None.
     """
     logged = [record for record in log.records if "loss" in record]
+    lost = max((place for place, record in enumerate(log.records) if record.get("event") == LOST), default=-1)
+    last = [record["loss"] for record in log.records[lost + 1 :] if record.get("loss") is not None][-LAST_LOSSES:]
     losses, speed, seconds, memory, skipped = (
         [record[key] for record in logged if record.get(key) is not None]
         for key in ("loss", "tokens_per_second", "step_seconds", "memory_bytes", "skipped_steps")
     )
     return {
         "steps": steps,
-        "first_loss": losses[0] if losses else None,
-        "last_train_loss": fmean(losses[-LAST_LOSSES:]) if losses else None,
+        "first_loss": losses[0] if losses and lost < 0 else None,
+        "last_train_loss": fmean(last) if last and (lost < 0 or len(last) == LAST_LOSSES) else None,
         "first_validation_loss": log.value(0, "validation_loss"),
         "final_loss": log.value(steps, "validation_loss"),
         "final_loss_bf16": log.value(steps, BF16_LOSS if log.has(steps, BF16_LOSS) else "validation_loss"),
@@ -239,6 +259,7 @@ def summarise(log: MetricsLog, steps: int) -> Record:
             "after": log.value(steps, "exact_match"),
             "problems": log.value(steps, "problems") or 0,
         },
+        "tokens_per_step": _mean(logged, "tokens"),
         "bytes_per_step": {key: _mean(logged, key) for key in BYTES},
         # The median: the first step compiles, and a save or an evaluation may fall between two readings.
         "tokens_per_second": median(speed) if speed else None,

@@ -264,8 +264,9 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
                 remedy=f"{same}; there, a run with train.resume and without the key writes one that can",
             )
     return RunState(
-        step, manifest.data_step, manifest.losses, folder, ranks, other_shards, manifest.data, manifest.base
-    )
+        step, manifest.data_step, manifest.losses, folder, ranks, other_shards, manifest.data, manifest.base,
+        records=manifest.records if step else 0,
+    )  # fmt: skip
 
 
 def _object_or_none(file: Path) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import deepspeed
@@ -137,6 +136,9 @@ def _train(
         if not state.step:
             engine.skipped_steps = 0  # those before were the other run's
     log = MetricsLog(stage.run_dir / METRICS, records, writes=rank == 0)
+    del records
+    if rank == 0:
+        log.check(state)
     describe(data.report, logger.info)
     run = TrainingLoop(stage, data, tokenizer, engine, log, Interrupt(engine.device), state)
     try:
@@ -219,12 +221,11 @@ def write_result(
 
     processes.on_first_rank(write)
     result = {
-        **summarise(log, stage.train.steps),
+        **processes.on_first_rank(lambda: summarise(log, stage.train.steps)),
         "epochs": stage.train.epochs,
         "ranks": stage.world,
         "device": str(engine.device.type),
         "parameters": sum(math.prod(full_shape(p)) for p in engine.module.parameters()),
-        "tokens_per_step": round(fmean(tokens)) if (tokens := log.by_step("tokens").values()) else None,
         "data": data,
         "fp8": engine.fp8.report,
         "versions": versions(),

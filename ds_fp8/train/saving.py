@@ -175,7 +175,7 @@ class CheckpointWriter:
             of_all = {name: saved for mine in written for name, saved in mine.items()}
             manifest = Manifest(
                 state.step, self._stage.world, self._stage.global_batch, state.data_step, state.losses,
-                self._stage.raw, versions(), of_all, state.data or [], dict(self._stage.base),
+                self._stage.raw, versions(), of_all, state.data or [], dict(self._stage.base), state.records,
             )  # fmt: skip
             self._on_every_rank(lambda: self._rank or manifest.write(part))
             self._on_every_rank(lambda: self._read_back(part))

@@ -192,7 +192,7 @@ def test_what_starts_anew_is_said(ranks, tmp_path):
 
 WRONG = [
     {"micro_batches": "x"},
-    {"gradients": [1]},
+    {"gradients": {"scale": [1]}},
     {"outlier_channels": []},
     {"outlier_channels": {"layers.0.up": [99999] * 128}},
     {"monitor": 3},

@@ -65,6 +65,18 @@ def test_the_summary_is_of_the_whole_run(tmp_path):
     assert result["skipped_steps"] == 10
 
 
+def test_ranks_that_write_nothing_keep_no_records_of_steps(tmp_path):
+    logs = [MetricsLog(tmp_path / "metrics.jsonl", [training(1, 1.0)], writes) for writes in (True, False)]
+    for log in logs:
+        log.append(training(2, 1.0))
+        log.append({"step": 2, "validation_loss": 2.0})
+        log.append({"step": 4, "validation_loss": 1.0})
+        log.go_back(3)
+        assert (log.value(2, "validation_loss"), log.has(4, "validation_loss")) == (2.0, False)
+        assert log.by_step("validation_loss") == {2: 2.0}
+    assert [len(log.records) for log in logs] == [3, 1]
+
+
 # ---------------------------------------------------------------- spikes
 
 

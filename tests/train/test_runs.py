@@ -65,6 +65,23 @@ def train_on_these_ranks(file: Path, run_dir: Path, steps: int, cache: str) -> N
     train(load_stage(file, [f"train.run_dir={run_dir}", f"train.steps={steps}"]))
 
 
+def test_records_lost_before_a_resume_are_said_and_no_figure_is_made_of_the_rest(
+    tiny, write, ranks, tmp_path, cache_home
+):
+    run, file = tmp_path / "run", write(tiny)
+    ranks(1, train_on_these_ranks, file, run, 4, str(cache_home))
+    metrics = run / "metrics.jsonl"
+    whole = [record for record in read_metrics(metrics) if "loss" in record]
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[2:]))  # the first validation and the first step
+    ranks(1, train_on_these_ranks, file, run, 6, str(cache_home))
+    result = json.loads((run / "result.json").read_text())
+    assert [r["records"] for r in read_metrics(metrics) if r.get("event") == "records lost"] == [2]
+    assert [result[key] for key in ("first_loss", "first_validation_loss", "last_train_loss")] == [None] * 3
+    assert result["final_loss"] is not None
+    assert result["tokens_per_step"] == whole[0]["tokens"]
+
+
 @pytest.mark.slow
 def test_a_run_stopped_by_signals_and_resumed_equals_an_uninterrupted_one(
     tiny, write, launch, ranks, tmp_path, cache_home, monkeypatch, caplog

@@ -20,6 +20,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ FAREWELL = 8.0
 LEAVES = 120.0
 """Seconds from a rank's word that it is done to the end of its process."""
 LIMIT = 1 << 20
+GREETS, STRANGERS = 5.0, 64
+"""Seconds in which who connects must show the token, and how many beside the ranks may be about to."""
 
 # Findings: what may end a job, worst first, with the exit code of all ranks.
 DIED, SILENT, ABSENT, STOPPED, HUNG = "died", "silent", "absent", "stopped", "hung"
@@ -110,6 +113,8 @@ class Judge:
         self._ranks: dict[int, Rank] = {}
         self._findings: dict[int, tuple[str, str]] = {}
         """By rank: what befell it, and the details. In the order in which that became known."""
+        self._strangers: dict[Callable[[], None], float] = {}
+        """What closes each connection without a token yet, oldest first, and its deadline."""
         self._started = self._looked = self._paused = time.monotonic()
         self._phase, self._until = "watch", 0.0
         self.done = False
@@ -125,27 +130,46 @@ class Judge:
         return listener.getsockname()[1]
 
     def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # gone already, or no descriptor is left: strangers give theirs back
+            return self._close_strangers(len(self._strangers))
         lines, number = Lines(connection.fileno()), None
+
+        def close() -> None:
+            self._selector.unregister(connection)
+            connection.close()
+            self._strangers.pop(close, None)
 
         def hear() -> None:
             nonlocal number
+            if connection.fileno() < 0:  # closed since the selector named it
+                return
             try:
                 for message in lines.received():
                     if number is None:
                         number = self._greeted(message, lines)
+                        self._strangers.pop(close)
                     else:
                         self._note(number, message)
             except (LookupError, TypeError, ValueError):  # not a guardian's
                 lines.open = False
             if not lines.open:
-                self._selector.unregister(connection)
-                connection.close()
+                close()
                 if number is not None and not self._ranks[number].gone:
                     self._ranks[number].gone = True
                     self._findings.setdefault(number, (SILENT, "the connection to its guardian was closed"))
 
         self._selector.register(connection, selectors.EVENT_READ, hear)
+        self._strangers[close] = time.monotonic() + GREETS
+        self._close_strangers(len(self._strangers) - self._about["world"] - STRANGERS)
+
+    def _close_strangers(self, number: int) -> None:
+        """Close the `number` oldest connections that have not shown the token, and those past their deadline."""
+        now = time.monotonic()
+        for place, (close, deadline) in enumerate(list(self._strangers.items())):
+            if place < number or now > deadline:
+                close()
 
     def _greeted(self, message: dict[str, Any], lines: Lines) -> int:
         # Compared in constant time: anybody who reaches the port may try.
@@ -186,6 +210,7 @@ class Judge:
             for rank in self._ranks.values():
                 rank.heard = now
         self._looked = now
+        self._close_strangers(0)
         present = self.present
         if self._phase == "watch":
             self._find(now)

@@ -452,6 +452,34 @@ def test_only_the_jobs_guardians_are_heard(job):
     assert (ended.codes, ended.output, ended.left) == ([0, 0], "", [])
 
 
+def strangers_are_many(rank: int, descriptors: int) -> int:
+    """Rank 0's guardian has `descriptors`, and 200 others connect and say nothing; the job goes on."""
+    store = begin()
+    if rank == 0:
+        guardian = psutil.Process().children()[0]
+        guardian.rlimit(psutil.RLIMIT_NOFILE, (descriptors, descriptors))
+        (listener,) = [c for c in guardian.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        strangers = [socket.create_connection(("127.0.0.1", listener.laddr.port)) for _ in range(200)]
+        time.sleep(2)
+        assert guardian.num_fds() < 100
+        for stranger in (strangers[0], strangers[-1]):
+            stranger.settimeout(20)
+            assert stranger.recv(10) == b""  # hung up on
+        store.set("went on", "")
+    store.get("went on")
+    store.add("heard", 1)
+    if rank == 0:
+        while store.add("heard", 0) < 2:
+            time.sleep(0.05)
+    return 0
+
+
+@pytest.mark.parametrize("descriptors", [40, 1000])
+def test_connections_that_say_nothing_are_closed(job, descriptors):
+    ended = job(2, strangers_are_many, descriptors)
+    assert (ended.codes, ended.output, ended.left) == ([0, 0], "", [])
+
+
 def ends_after_its_work(rank: int) -> int:
     multiprocessing.util.Finalize(None, os.kill, (os.getpid(), signal.SIGTERM), exitpriority=1)
     return 143

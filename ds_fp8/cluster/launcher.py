@@ -140,28 +140,33 @@ def launch(
             )
     script = command[0] if command[0].startswith("--") else str(Path(command[0]).resolve())
     append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    of_ssh = argparse.ArgumentParser(add_help=False)
+    of_ssh.add_argument("--ssh_port")
+    port = of_ssh.parse_known_args(options)[0].ssh_port
+    ssh = ["ssh", *shlex.split(append), *_SSH, *(["-p", port] if port else [])]  # as pdsh is told to call it
     environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
 
     def start(attempt: int) -> int:
-        if silent := _unreachable(hosts):
+        if silent := _unreachable(hosts, ssh):
             raise UserError(
                 "no ssh to " + ", ".join(f"{name} ({reason})" for name, reason in silent.items()),
                 file=hostfile,
-                remedy="make `ssh HOST true` work without a password, or take the host out",
+                remedy=f"make `{shlex.join(ssh)} HOST true` work without a password, or take the host out",
             )
         # --force_multi: a single host is not necessarily this one. A port that the user's options may change (of two
         # the last counts): the last attempt's may still be taken.
         runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--force_multi"]
+        runner += ["--no_ssh_check"]  # it would ask without the user's arguments of ssh
         runner += ["--master_port", str(_PORT + attempt), *options, script, *command[1:]]
         return run_job([(runner, environment)])
 
     return with_restarts(start, max_restarts, _SETTLE)
 
 
-def _unreachable(hosts: Sequence[str]) -> dict[str, str]:
+def _unreachable(hosts: Sequence[str], ssh: Sequence[str]) -> dict[str, str]:
     def ask(host: str) -> str | None:
         # BatchMode: a host that asks for a password counts as silent, and does not wait for a terminal.
-        command = ["ssh", *_SSH, host, "true"]
+        command = [*ssh, host, "true"]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _CONNECT)
         except subprocess.TimeoutExpired:

@@ -66,13 +66,18 @@ def main() -> int:
         stage = estimate(raw, gpus=arguments.gpus)
         fp8 = stage.workload.fp8
         twins = bf16_twins(raw, fp8) if fp8.enabled else {}
-        estimates = {STAGE: stage, **{name: estimate(twin, gpus=arguments.gpus) for name, twin in twins.items()}}
     except UserError as error:
         raise error.located(file) from None
+    estimates, without = {STAGE: stage}, {}
+    for name, twin in twins.items():
+        try:
+            estimates[name] = estimate(twin, gpus=arguments.gpus)
+        except UserError as error:
+            without[name] = error.problem
     verdict = None if memory is None else _verdict(raw, stage, memory, arguments.gpu)
     fits = memory is None or _needed(stage) <= memory
     if arguments.json:
-        result: dict[str, Any] = {name: value.as_json() for name, value in estimates.items()}
+        result: dict[str, Any] = {name: value.as_json() for name, value in estimates.items()} | dict.fromkeys(without)
         for name, value in estimates.items() if memory is not None else ():
             sizes = ("micro_batch", "sequence_length")
             result[name]["largest"] = {what: largest_that_fits(value.workload, what, memory) for what in sizes}
@@ -83,6 +88,8 @@ def main() -> int:
         print(json.dumps(result, indent=2))
         return int(not fits)
     print_estimates(estimates, memory, Console(highlight=False))
+    for name, problem in without.items():
+        print(f"{name}: none ({problem})")
     print(fp8_in_words(given, fp8))
     if verdict is not None:
         print(verdict)

@@ -19,7 +19,7 @@ from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.zero.collectives import WireMeter, reason_of_any
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
-from ds_fp8.zero.deepspeed.methods import has_optimizer, replace
+from ds_fp8.zero.deepspeed.methods import has_optimizer, on_destroy, replace
 from ds_fp8.zero.deepspeed.optimizer import overflowed
 from ds_fp8.zero.deepspeed.parameters import (
     data_parallel_group,
@@ -53,6 +53,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
     # By the norm of the gradients all ranks know of a loss that is NaN: nothing else is read or sent.
     life.after_step.append(lambda: check_labels(data_parallel_group(engine)) if overflowed(engine) else None)
     if state.conversion is not None:
+        _refuse_later_parameters(engine)
         state.hosts = find_hosts()
         state.health = Health(engine, state.monitor, state.config)
         # Before the gather: BF16 shards may be freed only if the step here, and not DeepSpeed's, writes them.
@@ -83,6 +84,23 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         # Behind the callbacks of the graphs: a layer that moves to BF16 here resets graphs that are still there.
         life.after_step.append(state.health.end_step)
         life.states[CHECKPOINT_KEY] = CheckpointState(state.state_dict, state.load_state_dict)
+
+
+def _refuse_later_parameters(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Let the first forward raise UserError where parameters were added since: they would stay untrained."""
+    known = {id(parameter) for parameter in engine.module.parameters()}
+
+    def check(model: nn.Module, _: tuple) -> None:
+        handle.remove()
+        later = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+        if later:
+            raise UserError(
+                f"{later[0]}, one of {len(later)} parameters that were added after initialize, would not be trained",
+                remedy="add adapters to the model before deepspeed.initialize",
+            )
+
+    handle = engine.module.register_forward_pre_hook(check)
+    on_destroy(engine, handle.remove)
 
 
 def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:

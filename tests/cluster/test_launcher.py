@@ -170,6 +170,27 @@ def test_options_that_would_do_nothing_are_refused(given, rank, refused, monkeyp
     assert caught.value.remedy
 
 
+def test_hosts_are_asked_through_the_ssh_that_pdsh_calls(tmp_path, monkeypatch):
+    """Programs in place of ssh, which knows hosts by one port and key, and of pdsh, which says how it would call it."""
+    programs = {
+        "ssh": '[ "$*" = "-i key -o BatchMode=yes -o ConnectTimeout=10 -p 2222 one true" ] || { echo "$*" >&2; exit 9; }',
+        "pdsh": f'echo "$PDSH_SSH_ARGS_APPEND" > {tmp_path}/arguments',
+    }
+    for name, lines in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-i key")
+    (tmp_path / "hosts").write_text("one slots=1\n")
+    options = ["--ssh_port", "2222", "--master_addr", "10.0.0.1"]
+    assert launcher.launch(tmp_path / "hosts", ["--module", "none"], options) == 0
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert [arguments[:2], arguments[-2:]] == [["-i", "key"], ["-p", "2222"]]
+    with pytest.raises(UserError, match="one .* -p 22 one true") as caught:
+        launcher.launch(tmp_path / "hosts", ["--module", "none"], ["--ssh_port=22"])
+    assert "-p 22 HOST true" in caught.value.remedy
+
+
 def test_restarts_need_hosts_where_a_script_has_no_other(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     parser = argparse.ArgumentParser()

@@ -97,6 +97,8 @@ def test_a_program_that_does_not_catch_a_mistake_ends_with_one_screen(rank, wait
             "open('/dev/full', 'w', 1).write('x' * 99999)",
             ["error: No space left on device", "  remedy: make room there"],
         ),
+        ("raise OSError(24, 'no')", ["error: Too many open files", "  remedy: raise the limit of open files"]),
+        ("raise OSError(27, 'no', 'a')", ["error: File too large", "  file:   a", "  remedy: raise the limit of"]),
         (
             "raise PermissionError(13, 'no', 'a')",
             ["error: Permission denied", "  file:   a", "  remedy: check the path"],

@@ -276,8 +276,10 @@ class Judge:
         # A rank's death is known a moment before it is gone.
         if all_died and were_asked and all(rank.gone or n in self._findings for n, rank in self._ranks.items()):
             return ""  # all were asked to end, and have
-        code = CODES[cause]
-        lines = [f"error: the job was ended on all hosts (exit code {code}: {AFTER[code]})"]
+        code, after = CODES[cause], AFTER[CODES[cause]]
+        if code == 75 and not self._about["launched"]:  # whose ranks may have ended with codes of their own
+            after = "a rank was lost; go on from the last checkpoint"
+        lines = [f"error: the job was ended on all hosts (exit code {code}: {after})"]
         # In the order in which they became known: what died after the first may have been ended for it.
         lines += [f"  {self._place(ranks)}: {details}" for details, ranks in guilty.items()]
         return "\n".join(lines)
@@ -449,7 +451,7 @@ class Guardian:
             status = _zombie(self._about["pid"])
             if self._rank.open:
                 self._obey()  # its last words may have come together with the end
-            how = "ended without a message (killed, or out of memory)"
+            how = "ended without a message (killed, crashed or out of memory)"
             if status:
                 ended = os.waitstatus_to_exitcode(status)
                 how = f"was ended by {signal.Signals(-ended).name}" if ended < 0 else f"exited with code {ended}"

@@ -110,7 +110,13 @@ def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoRe
     return refuse
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_ROOM = "make room there, or choose another place"
+_OF_ANYTHING = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+}
+"""Remedies of what the file system refuses whatever the path."""
 _OF_A_PATH = (
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
     *(errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EIO, errno.ESTALE),
@@ -121,12 +127,12 @@ def as_user_error(error: Exception) -> UserError | None:
     """Return an error as the user's: a UserError itself, or what the file system refused; None for any other."""
     if isinstance(error, UserError):
         return error
-    full = isinstance(error, OSError) and error.errno in _NO_ROOM
+    remedy = _OF_ANYTHING.get(error.errno) if isinstance(error, OSError) else None
     # Without a name it may be a socket's or a pipe's error, which no change of a path mends.
-    if not full and not (isinstance(error, OSError) and error.errno in _OF_A_PATH and error.filename is not None):
+    if not remedy and not (isinstance(error, OSError) and error.errno in _OF_A_PATH and error.filename is not None):
         return None
     named = isinstance(error.filename, (str, bytes, os.PathLike))
-    remedy = "make room there, or choose another place" if full else "check the path, its rights and its disk"
+    remedy = remedy or "check the path, its rights and its disk"
     return UserError(os.strerror(error.errno), file=os.fsdecode(error.filename) if named else None, remedy=remedy)
 
 

@@ -45,8 +45,9 @@ from ds_fp8.zero.deepspeed.checkpoints import load_tensors, tensors_only
 def inspect_run(stage: Stage) -> RunState:
     """Return the state in the stage's run folder, or the one that `train.resume` names. Writes nothing."""
     run_dir = stage.run_dir
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not a folder", key="train.run_dir", remedy="choose another run_dir")
+    folder = run_dir / CHECKPOINTS
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UserError(f"{folder} is not a folder", key="train.run_dir", remedy="choose another run_dir")
     newest = _newest(run_dir, "train.run_dir")
     # A start that failed before its first checkpoint may have rewritten config.json; the manifest has a checksum.
     stored = newest[1].config if newest else _object_or_none(run_dir / CONFIG)

@@ -172,8 +172,9 @@ def test_options_that_would_do_nothing_are_refused(given, rank, refused, monkeyp
 
 def test_hosts_are_asked_through_the_ssh_that_pdsh_calls(tmp_path, monkeypatch):
     """Programs in place of ssh, which knows hosts by one port and key, and of pdsh, which says how it would call it."""
+    known = "-i key -o BatchMode=yes -o ConnectTimeout=10 -p 2222 one true"
     programs = {
-        "ssh": '[ "$*" = "-i key -o BatchMode=yes -o ConnectTimeout=10 -p 2222 one true" ] || { echo "$*" >&2; exit 9; }',
+        "ssh": f'test "$*" = "{known}" || {{ echo "$*" >&2; false; }}',
         "pdsh": f'echo "$PDSH_SSH_ARGS_APPEND" > {tmp_path}/arguments',
     }
     for name, lines in programs.items():
@@ -186,7 +187,7 @@ def test_hosts_are_asked_through_the_ssh_that_pdsh_calls(tmp_path, monkeypatch):
     assert launcher.launch(tmp_path / "hosts", ["--module", "none"], options) == 0
     arguments = (tmp_path / "arguments").read_text().split()
     assert [arguments[:2], arguments[-2:]] == [["-i", "key"], ["-p", "2222"]]
-    with pytest.raises(UserError, match="one .* -p 22 one true") as caught:
+    with pytest.raises(UserError, match=r"one .* -p 22 one true") as caught:
         launcher.launch(tmp_path / "hosts", ["--module", "none"], ["--ssh_port=22"])
     assert "-p 22 HOST true" in caught.value.remedy
 

@@ -145,6 +145,28 @@ def test_a_rank_that_fails_in_a_collective_ends_all(collective, how, world, fail
     assert not ended.left
 
 
+def one_crashes(rank: int, own_program: bool) -> None:
+    if own_program:
+        os.environ[watchdog.VARIABLE] = "60"
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        watchdog.join()
+    else:
+        begin()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    wait_for_others()
+
+
+@pytest.mark.parametrize(
+    ("own_program", "words"),
+    [(False, "the same command resumes from the last checkpoint"), (True, "a rank was lost; go on from the last")],
+)
+def test_what_is_said_of_a_crash_holds_for_the_program(own_program, words, job):
+    ended = job(2, one_crashes, own_program, own_program=own_program)
+    assert words in ended.output
+    assert "SIGSEGV" in ended.output or "crashed" in ended.output  # the first, unless its parent was quicker
+
+
 def tiny_engine() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}

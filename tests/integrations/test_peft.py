@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import ds_fp8
 from ds_fp8.casts import quantize
+from ds_fp8.config.errors import UserError
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.train import Lora
 from ds_fp8.train.adapters import add_adapters, with_adapters_merged
@@ -144,6 +145,22 @@ def engine_of(model, section, seed=2):
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     initialize = deepspeed.initialize if section is None else ds_fp8.initialize
     return initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def added_later(section):
+    """What a forward says of adapters that were added to an engine's model."""
+    engine = engine_of(causal_lm("llama"), section)
+    get_peft_model(engine.module, FUSED["plain"].config())
+    with pytest.raises(UserError) as caught:
+        engine(input_ids=tokens(100))
+    return str(caught.value)
+
+
+def test_adapters_of_an_engines_model_are_refused_at_the_first_forward(ranks):
+    (said,) = ranks(1, added_later, FP8)
+    assert "lora_A" in said
+    assert "would not be trained" in said
+    assert "before deepspeed.initialize" in said
 
 
 def adapted(folder, case):

@@ -55,6 +55,11 @@ def saved(*overrides, steps=(4,), **values):
     return lambda stage, run_dir: store(stage(*overrides), list(steps), **values)
 
 
+def without_folder(stage, run_dir):
+    store(stage(), [])
+    (run_dir / "checkpoints").write_text("")
+
+
 def of_another_start(stage, run_dir):
     """On other ranks, say: it rewrote config.json and failed before its first checkpoint."""
     store(stage(), [4])
@@ -119,6 +124,7 @@ REFUSED = {  # what is wrong: how it came there, overrides, words, key
     ),
     "compact, of other ranks": (saved(*COMPACT, ranks=3), COMPACT, "over 1 ranks", "train.compact_checkpoints"),
     "no run's": (lambda stage, run_dir: (run_dir / "model").mkdir(parents=True), [], "not the folder", "train.run_dir"),
+    "a file for its checkpoints": (without_folder, [], "checkpoints is not a folder", "train.run_dir"),
     "a file": (lambda stage, run_dir: run_dir.write_text(""), [], "cannot be written to", "train.run_dir"),
     **{
         f"nothing to resume: {name[:30]}": (

@@ -112,11 +112,17 @@ class Interrupt:
         self._device = device
         self._asked = False
         self._command = command_of_rank()
+        self._before: dict[int, Any] = {}
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             # Under nohup the end of a terminal is ignored. SIGINT is, too, in what a script starts in the background,
             # and is asked for by hand then.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._note)
+
+    def end(self) -> None:
+        """Give the signals back to the program."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def _note(self, number: int, frame: object) -> None:
         # Nothing more in a handler: it runs between any two bytecodes, also inside a collective.

@@ -140,7 +140,8 @@ def _train(
     if rank == 0:
         log.check(state)
     describe(data.report, logger.info)
-    run = TrainingLoop(stage, data, tokenizer, engine, log, Interrupt(engine.device), state)
+    interrupt = Interrupt(engine.device)
+    run = TrainingLoop(stage, data, tokenizer, engine, log, interrupt, state)
     try:
         run.all_steps()
         run.evaluate_bf16_weights()
@@ -156,6 +157,7 @@ def _train(
     result = write_result(stage, engine, tokenizer, log, data.report, state.step)
     # Other ranks may not end the job while rank 0 still writes.
     dist.barrier()
+    interrupt.end()  # not at an error or a signal: this process ends, and another signal must not change how
     return result
 
 

@@ -65,6 +65,21 @@ def train_on_these_ranks(file: Path, run_dir: Path, steps: int, cache: str) -> N
     train(load_stage(file, [f"train.run_dir={run_dir}", f"train.steps={steps}"]))
 
 
+def handlers_around_a_run(file: Path, run_dir: Path, cache: str) -> bool:
+    """Whether a program has its own handlers of signals back after a run."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    train_on_these_ranks(file, run_dir, 3, cache)
+    kept = all(signal.getsignal(number) is signal.default_int_handler for number in numbers)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    return kept
+
+
+def test_a_program_has_its_signals_back_after_a_run(tiny, write, ranks, tmp_path, cache_home):
+    assert ranks(1, handlers_around_a_run, write(tiny), tmp_path / "run", str(cache_home)) == [True]
+
+
 def test_records_lost_before_a_resume_are_said_and_no_figure_is_made_of_the_rest(
     tiny, write, ranks, tmp_path, cache_home
 ):

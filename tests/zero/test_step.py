@@ -309,6 +309,23 @@ def test_what_a_user_writes_into_a_weight_holds_until_a_step_is_taken(ranks):
     assert ranks(2, over_the_life_of_a_write) == [(life, 1, True)] * 2
 
 
+def shown_with_nan():
+    """What the next cast reads after masters with a NaN were shown to a rank that wrote nothing."""
+    engine = engine_of(sizes=(132, 300))
+    models.train(engine, 1)
+    weight = engine.module.layers[1].up.weight
+    master = safe_get_local_fp32_param(weight).clone()
+    master.view(-1)[0] = torch.nan
+    safe_set_local_fp32_param(weight, master)
+    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        shown = bool(weight.isnan().any())
+    return shown, engine.fp8.weights.of(weight).source.value
+
+
+def test_a_nan_that_was_only_shown_is_not_written(ranks):
+    assert ranks(2, shown_with_nan) == [(True, "master")] * 2
+
+
 def written_locally(writers):
     """Losses of two steps after some ranks have written to their masters of a weight, and the weight after them."""
     engine = engine_of(sizes=(132, 300))

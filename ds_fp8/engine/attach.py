@@ -91,16 +91,17 @@ def _refuse_later_parameters(engine: deepspeed.DeepSpeedEngine) -> None:
     known = {id(parameter) for parameter in engine.module.parameters()}
 
     def check(model: nn.Module, _: tuple) -> None:
-        handle.remove()
+        if not known:
+            return
         later = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+        known.clear()  # asked once; graphs would take the hook's removal for a change of the model
         if later:
             raise UserError(
                 f"{later[0]}, one of {len(later)} parameters that were added after initialize, would not be trained",
                 remedy="add adapters to the model before deepspeed.initialize",
             )
 
-    handle = engine.module.register_forward_pre_hook(check)
-    on_destroy(engine, handle.remove)
+    on_destroy(engine, engine.module.register_forward_pre_hook(check).remove)
 
 
 def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from typing import Any
 
 import deepspeed
 import torch
@@ -10,12 +12,15 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
+from transformers import PreTrainedModel
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.log import logger
+from ds_fp8.graphs.conditions import by_name, text_config
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, keep_on_host, recomputed_by
 from ds_fp8.layers.experts.experts import FP8Experts
+from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.parameters import full_shape, is_zero_parameter, values_here
 
 BUCKET, LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
@@ -119,3 +124,26 @@ def apply_checkpointing_section(configuration: Configuration, model: nn.Module |
             "called, and no layer is recomputed by torch's checkpoint (model.gradient_checkpointing_enable())",
             ", ".join(f"{SECTION}.{key}" for key in asked),
         )
+
+
+def leave_out_caches(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Keep transformers' models from making a cache in training that nobody asked for, until engine.destroy().
+
+    A cache keeps the keys and values of all layers, and CUDA graphs cannot return one. Trainer says use_cache=False of
+    the outermost configuration alone, other loops say nothing. Every model inside is told by itself: the call of one
+    around it (of PEFT, of images and text) may not pass it on.
+    """
+    for module in engine.module.modules():
+        if not isinstance(module, PreTrainedModel) or "use_cache" not in inspect.signature(module.forward).parameters:
+            continue
+        # transformers 5.5 lets layers that share keys and values (Gemma 3n, 4) read them from the cache.
+        if not getattr(text_config(module.config), "num_kv_shared_layers", 0):
+            on_destroy(engine, module.register_forward_pre_hook(_without_cache, with_kwargs=True).remove)
+
+
+def _without_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    args, kwargs = by_name(module, args, kwargs)
+    # Said or given: use_cache, past_key_values, cache_params ...
+    asked = any(value is not None for name, value in kwargs.items() if "cache" in name or name.startswith("past_"))
+    unasked = module.training and torch.is_grad_enabled() and not (args or asked)
+    return args, {**kwargs, "use_cache": False} if unasked else kwargs

@@ -15,6 +15,18 @@ from ds_fp8.graphs.capture import random_numbers_drawn
 from ds_fp8.graphs.conditions import PythonState
 
 
+class _Alias(torch.autograd.Function):
+    """An output under a node of its own: hooks of a view would be lost once the caller changes it in place."""
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor) -> torch.Tensor:
+        return output.detach()  # and not the output itself, of which autograd makes a view
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class _Forward:
     """Lives as long as its output, or until the output's backward."""
 
@@ -74,22 +86,19 @@ class EagerForwards:
         """Remember a forward by what it returned, until that is gone or gets a gradient.
 
         Returns:
-            The same outputs. Where several have gradients they are aliases: an output may be what another one is
-            computed from, and gets a gradient from that as well.
+            The same outputs. Those with gradients are aliases: an output may be what another one is computed from, and
+            gets a gradient from that as well, or a view.
         """
         forward = _Forward(self._used.setdefault(signature, set()))
         leaves, structure = tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
-        if len(places) > 1:
-            for place in places:
-                leaves[place] = leaves[place].view_as(leaves[place])
-            output = tree_unflatten(leaves, structure)
         for place in places:
+            leaves[place] = _Alias.apply(leaves[place])
             # The hook holds `forward`, and the output's autograd node holds the hook: the forward lives as long as a
             # backward through this output is possible.
             leaves[place].register_hook(functools.partial(forward.gradient_arrives, place))
         self._forwards = [*self._pending(), weakref.ref(forward)]
-        return output
+        return tree_unflatten(leaves, structure)
 
     def used(self, signature: object) -> frozenset[int]:
         """Return the places of the outputs that have got a gradient from the caller, in forwards of a signature."""

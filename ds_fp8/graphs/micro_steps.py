@@ -59,7 +59,7 @@ MAX_GRAPHS = 8
 """Signatures that are captured: every graph keeps separate buffers."""
 
 MAX_CHANGES = 3
-"""Changes of a captured model's hooks or settings, after which nothing is captured any more."""
+"""Changes of a captured model's hooks or settings, or signatures that cannot be captured, after which nothing is."""
 
 PAID_AFTER = 50
 """Replays that save more time than a capture takes; graphs freed sooner for memory are not captured again."""
@@ -95,6 +95,8 @@ class MicroStepGraphs:
         """Reason for which nothing is captured any more."""
         self._graphs = CapturedGraphs(engine.device, self._micro_step)
         self._eager_runs: dict[object, int] = {}
+        self._refused: dict[object, str] = {}
+        """Signatures that could not be captured, on all ranks, and why."""
         self._capacities = Capacities()
         self._logged: set[str] = set()
         self._eager = EagerForwards(engine.module, self._stock, engine.device, self._graphs.stream)
@@ -188,6 +190,7 @@ class MicroStepGraphs:
             # A mask is of ones only, and then transformers leaves it out as well.
             here.batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
             here.signature = self._signature(here.batch)
+            here.why = self._refused.get(here.signature)
         return here
 
     def _signature(self, kwargs: Mapping[str, Any]) -> object:
@@ -276,7 +279,7 @@ class MicroStepGraphs:
             gather.cast_and_wait()
 
     def _capture(self, here: Call) -> bool:
-        """Capture a micro-step; where a rank cannot, nothing is captured any more, on all ranks. Collective.
+        """Capture a micro-step; where a rank cannot, its signature is not captured again, on all ranks. Collective.
 
         Returns:
             Whether there is a graph now.
@@ -328,15 +331,23 @@ class MicroStepGraphs:
             if not isinstance(found, Exception):  # the user's interrupt
                 error = None
                 raise
-        if not self._agreement.least(error is None)[0]:
+        captured, fits = self._agreement.least(error is None, not isinstance(error, torch.OutOfMemoryError))
+        if not captured:
             why = "another rank failed" if error is None else in_one_line(error)
             # The traceback holds the frames of the forward, and with them activations in the pool.
             error = without_frames(error)
-            self._end(why)
+            self._refused[here.signature] = why
+            if not fits or len(self._refused) >= MAX_CHANGES:
+                self._end(why)
+                return False
+            # They share their pool with what has failed, and are captured again; the next one is tried out.
+            self._graphs.forget()
+            self._graphs.needs_dry_run = True
+            self._log(f"without CUDA graphs: {why}")
             return False
         self._graphs.add(here.signature, graph, kept)
         # Code of others may fail in backward where it did not with another batch.
-        self._graphs.needs_dry_run = self._code_of_others is not None
+        self._graphs.needs_dry_run = self._code_of_others is not None or len(self._refused) > 0
         self._captured_once = True
         self._log(f"forward and backward now run as CUDA graphs, which keep {kept / 2**30:.2f} GiB")
         return True
@@ -398,6 +409,7 @@ class MicroStepGraphs:
         self._gives_up = self._gives_up or self._changes >= MAX_CHANGES
         self._graphs.forget()
         self._eager_runs.clear()
+        self._refused.clear()
         self._graphs.needs_dry_run = True
         self._eager.draws, self._eager.changes = False, None
 

@@ -89,7 +89,7 @@ class _Recording(TorchDispatchMode):
                     leaf.wait()
         given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         self._own.update(_storage(x) for x in _tensors(found) if _storage(x) not in given)
-        self._kept.append(_tensors(found))  # or its memory would be another tensor's soon
+        self._kept.append([x.detach() for x in _tensors(found)])  # or its memory would be another tensor's soon
         self._graph.add(function, args, kwargs, found)
         return found
 
@@ -214,11 +214,11 @@ def take_step(engine, loss):
     return loss.item(), float(engine.get_global_grad_norm())
 
 
-def model_of(attention: str = "sdpa", **more):
+def model_of(attention: str = "sdpa", layers: int = 1, **more):
     """A small Qwen2 with weights from seed 0."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=128, **more)
+    config = Qwen2Config(**sizes, num_hidden_layers=layers, vocab_size=128, **more)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
 
 

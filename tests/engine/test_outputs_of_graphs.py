@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.engine.graphs_in_python import Graphs, engine_of, model_of, take_step
+from ds_fp8.graphs.eager_forwards import EagerForwards
+from tests.engine.graphs_in_python import Around, Graphs, engine_of, model_of, take_step
 
 peft = pytest.importorskip("peft")
 
@@ -13,14 +14,37 @@ def batch(step, rows=2):
     return {"input_ids": (torch.arange(32 * rows).view(rows, 32) * 7 + step) % 128, "use_cache": False}
 
 
-def lora():
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+def lora(rank=4, layers=1):
+    options = {"r": rank, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     torch.manual_seed(0)
-    model = peft.get_peft_model(model_of(), peft.LoraConfig(**options))
+    model = peft.get_peft_model(model_of(layers=layers), peft.LoraConfig(**options))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
     return model.bfloat16()
+
+
+def reentrant():
+    """As TRL makes it: recomputed, the weights of adapters released between forward and backward."""
+    model = lora(rank=8, layers=2)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    return model
+
+
+def prefix():
+    return peft.get_peft_model(model_of(), peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+
+
+class FirstOf(Around):
+    """A model whose loss is a view of other memory."""
+
+    def forward(self, **batch):
+        return self.model(**batch).loss.expand(2)[:1].squeeze(0)
+
+
+def view():
+    return FirstOf(model_of())
 
 
 def log_probabilities(logits, tokens):
@@ -53,6 +77,25 @@ def unfused(engine, step):
     return engine(**tokens, labels=tokens["input_ids"], skip_logits=False).loss
 
 
+def of_nobody(engine, step):
+    """As most loops call a model: nothing is said of a cache."""
+    tokens = batch(step)["input_ids"]
+    return engine(input_ids=tokens, labels=tokens).loss
+
+
+def in_place(engine, step):
+    """As Trainer scales the loss of several ranks; the model returns logits beside it."""
+    loss = unfused(engine, step)
+    loss *= 2
+    return loss
+
+
+def view_in_place(engine, step):
+    loss = engine(**batch(step), labels=batch(step)["input_ids"])
+    loss *= 2
+    return loss
+
+
 def preference(engine, step, reference_first=False):
     """DPO: chosen and rejected rows in one batch, the reference is the model without its adapters."""
     tokens = batch(step)
@@ -74,9 +117,9 @@ def reference_first(engine, step):
     return preference(engine, step, True)
 
 
-def trained(loss_of, adapters, graphs, steps):
+def trained(loss_of, model, graphs, steps):
     """Figures of each step, what became of them, what was said."""
-    engine, said = engine_of(model=lora() if adapters else None)
+    engine, said = engine_of(model=model and model())
     log = []
     if graphs:
         engine.fp8.graphs = Graphs(engine, auto=True)
@@ -87,8 +130,8 @@ def trained(loss_of, adapters, graphs, steps):
     return found, list(log), said, outcome
 
 
-def check(ranks, world, loss_of, adapters, steps):
-    launched, captured = (ranks(world, trained, loss_of, adapters, graphs, steps) for graphs in (False, True))
+def check(ranks, world, loss_of, model, steps):
+    launched, captured = (ranks(world, trained, loss_of, model, graphs, steps) for graphs in (False, True))
     for theirs, ours in zip(launched, captured, strict=True):
         assert ours[0] == theirs[0]
         assert ours[3] == (None, 1), ours[2]
@@ -98,17 +141,91 @@ def check(ranks, world, loss_of, adapters, steps):
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "adapters"),
-    [(fused, False), (fused, True), (smoothed, False), (smoothed, True), (by_position, True), (unfused, False)],
+    ("loss_of", "model"),
+    [
+        *((fused, None), (fused, lora), (smoothed, None), (smoothed, lora), (by_position, lora), (unfused, None)),
+        *((of_nobody, None), (of_nobody, reentrant), (in_place, None), (view_in_place, view)),
+    ],
 )
-def test_every_bit_is_that_of_python(ranks, loss_of, adapters):
-    check(ranks, 1, loss_of, adapters, 9)
+def test_every_bit_is_that_of_python(ranks, loss_of, model):
+    check(ranks, 1, loss_of, model, 9)
 
 
 @pytest.mark.parametrize(("loss_of", "world"), [(preference, 2), (reference_first, 1)])
 def test_a_step_of_dpo_with_adapters(ranks, loss_of, world):
-    _, log, _, _ = check(ranks, world, loss_of, True, 12)
+    _, log, _, _ = check(ranks, world, loss_of, lora, 12)
     assert log[:8] == ["eager"] * 6 + ["captured for 0", "in the order of a dry run"]
+
+
+def caches(_):
+    """Whether a model returns a cache, by how it is called."""
+    engine, _ = engine_of()
+    tokens, model = batch(0)["input_ids"], engine.module
+    given = model(input_ids=tokens, use_cache=True).past_key_values
+    found = {"nothing said": engine(input_ids=tokens), "by position": engine(tokens, *[None] * 6)}
+    found |= {"said": engine(input_ids=tokens, use_cache=True), "given": engine(tokens[:, :1], past_key_values=given)}
+    engine.eval()
+    found["evaluation"] = engine(input_ids=tokens)
+    engine.destroy()
+    found["destroyed"] = model.train()(input_ids=tokens)
+    engine, _ = engine_of(model=model_of(num_kv_shared_layers=1))  # which read what they share from it
+    found["layers share it"] = engine(input_ids=tokens)
+    engine.destroy()
+    return {name: output.past_key_values is not None for name, output in found.items()}
+
+
+def test_a_cache_is_made_in_training_where_it_is_asked_for(ranks):
+    made = {"nothing said": False, "by position": False, "said": True, "given": True}
+    assert ranks(1, caches, None)[0] == made | dict.fromkeys(("evaluation", "destroyed", "layers share it"), True)
+
+
+def test_a_prefix_that_peft_gives_as_a_cache_is_trained_without_graphs(ranks):
+    plain, ours = (ranks(1, trained, of_nobody, prefix, graphs, 5)[0] for graphs in (False, True))
+    assert ours[0] == plain[0]
+    assert ours[1].count("eager") == 5
+    assert ours[2] == [
+        'without CUDA graphs: ValueError: the model returns a DynamicCache: pass "use_cache": False, if it is a cache'
+    ]
+    assert ours[3] == (None, 0)
+
+
+def test_a_forward_waits_for_no_backward_once_it_has_had_one():
+    forwards = EagerForwards(None, None, torch.device("cpu"), None)
+    weight = torch.ones(4, requires_grad=True)
+    loss, logits = forwards.add([weight.mean(), weight * 2], "here")
+    loss *= 2
+    assert forwards.pending
+    loss.backward()
+    assert not forwards.pending
+    assert forwards.used("here") == {0}
+    assert weight.grad.tolist() == [0.5] * 4
+    logits.sum().backward()
+    assert forwards.used("here") == {0, 1}
+    assert weight.grad.tolist() == [2.5] * 4
+
+
+def metrics_beside(graphs):
+    """Beside each training step a forward of another shape, whose outputs nobody differentiates."""
+    engine, said = engine_of()
+    found, outcome = [], None
+    if graphs:
+        graphs = engine.fp8.graphs = Graphs(engine, auto=True)
+    for step in range(11):
+        found.append(engine(**batch(step, 1), labels=batch(step, 1)["input_ids"]).loss.item())
+        found += take_step(engine, fused(engine, step))
+    if graphs:
+        outcome = graphs.off, graphs.captured, list(graphs.log), said
+    engine.destroy()
+    return found, outcome
+
+
+def test_what_cannot_be_captured_of_one_shape_leaves_the_others_their_graphs(ranks):
+    plain, ours = (ranks(2, metrics_beside, graphs) for graphs in (False, True))
+    for (launched, _), (found, (off, captured, log, said)) in zip(plain, ours, strict=True):
+        assert found == launched
+        assert (off, captured) == (None, 1)
+        assert log.count("replayed for 0") >= 2
+        assert said.count("without CUDA graphs: ValueError: no output of the model has received a gradient") == 1
 
 
 def asked_for_later(_):
@@ -153,7 +270,7 @@ def with_a_group_that_ends(_):
 
 
 def test_a_pending_backward_outlives_another_process_group(ranks):
-    plain = ranks(2, trained, fused, False, False, 4)
+    plain = ranks(2, trained, fused, None, False, 4)
     for found, theirs in zip(ranks(2, with_a_group_that_ends, None), plain, strict=True):
         assert [(pending, captured) for pending, captured, _ in found] == [
             (False, 0),

@@ -134,11 +134,12 @@ def random_states_unread(drawn: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def masks_as_outside(max_documents: int = 0) -> Iterator[None]:
+def masks_as_outside(max_documents: int = 0, padded: bool = False) -> Iterator[None]:
     """Let transformers build the attention mask that it builds without a graph.
 
-    It would make masks of all tokens by all tokens, so that no batch-dependent mask is baked into the graph. Here every
-    row is known to be one causal sequence, or to hold documents whose positions count from 0.
+    It would make masks of all tokens by all tokens, so that no batch-dependent mask is baked into the graph. That is
+    right for padded rows. Else every row is known to be one causal sequence, or to hold documents whose positions count
+    from 0.
     """
     from transformers import masking_utils
 
@@ -147,7 +148,7 @@ def masks_as_outside(max_documents: int = 0) -> Iterator[None]:
 
     # transformers asks is_tracing and then builds the mask that fits any batch: tokens x tokens booleans, which
     # attention would read at every layer. Told otherwise it drops the mask where rows are causal.
-    names = {"is_tracing": lambda *_: False, "find_packed_sequence_indices": which_document}
+    names = {"is_tracing": lambda *_: padded, "find_packed_sequence_indices": which_document}
     before = {name: getattr(masking_utils, name) for name in names}
     for name, value in names.items():
         setattr(masking_utils, name, value)

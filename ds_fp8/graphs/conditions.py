@@ -276,6 +276,9 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     """
     mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
     if mask is not None and not documents.whole(mask):
+        # These two take a mask of tokens x tokens, which a graph makes of any padding, as Python does.
+        if _attention_of(module) in ("sdpa", "eager"):
+            return 0, None
         return 0, "rows are padded, so that attention's work differs from batch to batch"
     if positions is None:
         return 0, None
@@ -332,7 +335,7 @@ class Call:
     pending: bool
     """Another forward may still get its backward."""
     batch: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of a graph."""
+    """Arguments of a graph, with the mask of padded rows."""
     why: str | None = None
     """Reason for which this rank cannot run it as a graph, or None."""
     signature: object = None
@@ -342,3 +345,7 @@ class Call:
     """Documents that a graph is captured for; known once the ranks have compared."""
     ordered: bool = True
     """On all ranks DeepSpeed knows the order of modules."""
+
+    @property
+    def padded(self) -> bool:
+        return "attention_mask" in self.batch

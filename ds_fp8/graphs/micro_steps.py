@@ -42,6 +42,7 @@ from ds_fp8.graphs.conditions import (
 )
 from ds_fp8.graphs.eager_forwards import EagerForwards
 from ds_fp8.graphs.replay import CapturedGraphs, MicroStepGraph
+from ds_fp8.layers.attention import documents
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.methods import before_load, on_destroy, on_step, replace
@@ -187,8 +188,10 @@ class MicroStepGraphs:
         if here.why is None:
             # Only for calls that could be graphs: the fingerprint walks over all modules.
             self._forget_changed_code()
-            # A mask is of ones only, and then transformers leaves it out as well.
-            here.batch = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+            # A mask of ones only is left out by transformers as well.
+            mask = kwargs.get("attention_mask")
+            padded = mask is not None and not documents.whole(mask)
+            here.batch = {name: value for name, value in kwargs.items() if padded or name != "attention_mask"}
             here.signature = self._signature(here.batch)
             here.why = self._refused.get(here.signature)
         return here
@@ -317,7 +320,7 @@ class MicroStepGraphs:
             )
 
         try:
-            graph, kept = self._graphs.capture(make, here.max_documents, self._eager.draws, here.ordered)
+            graph, kept = self._graphs.capture(make, here, self._eager.draws)
         # Also KeyboardInterrupt: DeepSpeed's state has to be put back before anything propagates.
         except BaseException as found:  # whatever cannot be captured: it is reported, and runs eagerly
             error = found

@@ -38,6 +38,7 @@ from ds_fp8.graphs.capture import (
     streams_unrecorded,
     without_garbage_collection,
 )
+from ds_fp8.graphs.conditions import Call
 from ds_fp8.zero import streams
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
@@ -315,15 +316,15 @@ class CapturedGraphs:
         graph.schedule.replays += 1
         return graph.replay(batch)
 
-    def capture(self, make: Make, max_documents: int, drawn: bool, ordered: bool) -> tuple[MicroStepGraph, int]:
+    def capture(self, make: Make, call: Call, drawn: bool) -> tuple[MicroStepGraph, int]:
         """Return a graph and the bytes that it keeps; it is not known before `add`."""
 
         # Called twice by MicroStepGraph: forward and backward are two graphs of one pool.
         def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
-            return self._capturing(graph, max_documents, drawn)
+            return self._capturing(graph, call, drawn)
 
         with without_garbage_collection(), process_groups_used(self._groups):
-            if not ordered:
+            if not call.ordered:
                 with self._micro_step.order_recorded():
                     self._dry_run(make, capturing)
             elif self.needs_dry_run:
@@ -360,14 +361,14 @@ class CapturedGraphs:
         self.kept_bytes += kept
 
     @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, max_documents: int, drawn: bool) -> Iterator[None]:
+    def _capturing(self, graph: torch.cuda.CUDAGraph, call: Call, drawn: bool) -> Iterator[None]:
         """Capture what is enqueued inside, on DeepSpeed's streams too."""
         # [Note: fork and join] A capture begins on one stream. Others join it by waiting for that stream (fork), and
         # must be waited for before it ends (join), or CUDA refuses the graph. Gathers and reductions run on these two.
         sides = self._micro_step.side_streams()
         # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
         captured = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
-        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(max_documents)
+        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(call.max_documents, call.padded)
         with captured, streams.capture(), unthrottled, masks, random_states_unread(drawn):
             for side in sides:
                 side.wait_stream(self.stream)

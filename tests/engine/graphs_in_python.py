@@ -116,15 +116,15 @@ class RecordedGraphs(CapturedGraphs):
         with mock.patch.object(torch.cuda, "Stream"):
             super().__init__(device, micro_step)
 
-    def capture(self, make, max_documents, drawn, ordered):
-        self.log.append(f"captured for {max_documents}")
+    def capture(self, make, call, drawn):
+        self.log.append(f"captured for {call.max_documents}" + ", padded" * call.padded)
 
         @contextlib.contextmanager
         def capturing(graph):
             recording, state = _Recording(graph), torch.get_rng_state()
             # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
             waited = mock.patch.object(torch.distributed.Work, "wait", _already)
-            with masks_as_outside(max_documents), waited, recording:
+            with masks_as_outside(call.max_documents, call.padded), waited, recording:
                 yield
             recordings.append(recording)
             torch.set_rng_state(state)
@@ -132,7 +132,7 @@ class RecordedGraphs(CapturedGraphs):
         recordings = []
         try:
             with mock.patch.object(torch.cuda, "CUDAGraph", OperationList), process_groups_used(self._groups):
-                if not ordered:
+                if not call.ordered:
                     self.log.append("in the order of a dry run")
                     with self._micro_step.order_recorded():
                         make(capturing)

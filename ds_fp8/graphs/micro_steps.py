@@ -67,6 +67,8 @@ PAID_AFTER = 50
 
 UNCHECKED = "CUDA graphs go on unchecked: no memory is free beside them for what Python computes"
 
+MANY_SHAPES = f"without CUDA graphs: batches have more than {MAX_GRAPHS} shapes; one that comes often is captured"
+
 OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
 
 
@@ -263,6 +265,8 @@ class MicroStepGraphs:
         if alike and unmeasured and action in (Action.EAGER, Action.CAPTURE):
             seen = here.signature, packed
             self._eager_runs[seen] = self._eager_runs.get(seen, 0) + 1
+            if len(self._eager_runs) > MAX_GRAPHS:
+                self._log(MANY_SHAPES)
             self._evaluated = False  # DeepSpeed may follow the order of an evaluation until then
         if action is Action.REPLAY and not facts["room"]:
             graph.schedule.checked()

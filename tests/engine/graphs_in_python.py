@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import ds_fp8
+from ds_fp8.engine import attach
 from ds_fp8.graphs import micro_steps
 from ds_fp8.graphs.capture import masks_as_outside, process_groups_used
 from ds_fp8.graphs.replay import CapturedGraphs
@@ -231,3 +232,20 @@ def engine_of(attention: str = "sdpa", fp8=None, model=None):
     said = []
     engine.fp8.health.say = said.append
     return engine, said
+
+
+@contextlib.contextmanager
+def in_every_engine():
+    """Give all engines that are made inside these graphs, whoever makes them; yields (graphs, what is said) of each."""
+    made = []
+
+    def attach_graphs(engine, state):
+        if state.step is not None:  # a reference model's has none
+            said = []
+            state.health.say = said.append
+            state.graphs = Graphs(engine, auto=True)
+            state.health.on_move = state.graphs.reset
+            made.append((state.graphs, said))
+
+    with mock.patch.object(attach, "_capture_graphs", attach_graphs):
+        yield made

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_fp8.cluster.hosts import free_port
 from ds_fp8.config.fp8 import parse_fp8
+from tests.engine.graphs_in_python import in_every_engine
 from tests.integrations import accelerate_on_cpus
 from tests.integrations.programs import history, installed, small_model, small_tokenizer
 
@@ -103,10 +104,11 @@ def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
 
 
 def plain(folder: Path, program: str, *arguments: str):
-    """(FP8 linears, what is printed) of a program that calls ds_fp8.initialize itself."""
-    with started(folder, program, *arguments), contextlib.redirect_stdout(io.StringIO()) as printed:
+    """(FP8 linears, what is printed, graphs) of a program that calls ds_fp8.initialize itself."""
+    with started(folder, program, *arguments), in_every_engine(), contextlib.redirect_stdout(io.StringIO()) as printed:
         engine = runpy.run_path(program, run_name="__main__")["engine"]
-    return engine.fp8.report["fp8_linears"], printed.getvalue()
+    graphs = engine.fp8.graphs
+    return engine.fp8.report["fp8_linears"], printed.getvalue(), (graphs.off, graphs.log.count("replayed for 0"))
 
 
 def block_of_readme(language: str) -> str:
@@ -125,8 +127,10 @@ def test_plain_programs_train_and_leave_a_model(words, model, folder, ranks):
     if words == README:
         (folder / "readme.py").write_text(block_of_readme("python"))
         (folder / "ds_config.json").write_text(block_of_readme("json"))
-    linears, printed = ranks(2, plain, folder, *words)[0]
+    linears, printed, (off, replays) = ranks(2, plain, folder, *words)[0]
     assert linears == 14
+    assert off is None
+    assert replays > 20 or words != README
     losses = [float(value) for value in re.findall(r"^step \d+(?: of \d)?: loss ([\d.]+)", printed, re.MULTILINE)]
     assert len(losses) > 2
     assert losses == sorted(losses, reverse=True) if words == README else losses[-1] < losses[0]

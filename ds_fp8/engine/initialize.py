@@ -31,7 +31,7 @@ from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach, parameters_with_corrections
-from ds_fp8.engine.model import apply_checkpointing_section, weights_are_trained, wider_prefetch
+from ds_fp8.engine.model import added_in_bf16, apply_checkpointing_section, weights_are_trained, wider_prefetch
 from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
@@ -122,10 +122,11 @@ def initialize(
     # Before the model is converted: an optimizer that is refused leaves the model as it was.
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
     if fp8.enabled:
+        notes = added_in_bf16(model)
         conversion = _located(file, convert_layers, model, fp8, monitor)
         if not conversion.converted and not conversion.experts.converted:
             monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
-        notes = restore_inverse_frequencies(model)
+        notes += restore_inverse_frequencies(model)
         prefetch, more = wider_prefetch(configuration.zero, model)
         notes += more
         named = fp8.preset if isinstance(fp8.preset, str) else fp8.preset.get("linear")

@@ -126,6 +126,19 @@ def apply_checkpointing_section(configuration: Configuration, model: nn.Module |
         )
 
 
+def added_in_bf16(model: nn.Module) -> list[str]:
+    """Cast the FP32 parameters that were added to a model born sharded to BF16, and return a note if there are any.
+
+    PEFT makes adapters in FP32. DeepSpeed casts them, but only in a model that is whole.
+    """
+    added = [p for p in model.parameters() if p.dtype is torch.float32 and not is_zero_parameter(p)]
+    if not added or not any(map(is_zero_parameter, model.parameters())):
+        return []
+    for parameter in added:
+        parameter.data = parameter.data.bfloat16()
+    return [f"{sum(p.numel() for p in added):,} parameters were added in FP32 (adapters): they are BF16, as all others"]
+
+
 def leave_out_caches(engine: deepspeed.DeepSpeedEngine) -> None:
     """Keep transformers' models from making a cache in training that nobody asked for, until engine.destroy().
 

@@ -57,8 +57,9 @@ def with_router_logits():
 def trainer(folder, model=small_model, fp8=None, peft_config=None, **more):
     from peft import get_peft_model
 
-    network = model() if peft_config is None else get_peft_model(model(), peft_config)
     args = training_arguments(folder, {**FP8, **(fp8 or {})}, max_steps=STEPS, **more)
+    # Behind the arguments, as transformers has it: the model is born sharded, and adapters are added to it in FP32.
+    network = model() if peft_config is None else get_peft_model(model(), peft_config)
     Trainer(model=network, args=args, train_dataset=counting()).train()
 
 

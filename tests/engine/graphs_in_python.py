@@ -20,6 +20,8 @@ from ds_fp8.graphs.capture import masks_as_outside, process_groups_used
 from ds_fp8.graphs.replay import CapturedGraphs
 from tests.zero import models
 
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
 
 def _tensors(tree):
     return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
@@ -76,6 +78,8 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         schema = function._schema
+        if function in READS:
+            raise RuntimeError(f"{schema.name} reads from the device, which a capture forbids")
         collective = schema.name.startswith("c10d::")
         for argument, value in zip(schema.arguments, args, strict=False):
             if collective or (argument.alias_info is not None and argument.alias_info.is_write):

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from ds_fp8.graphs.eager_forwards import EagerForwards
-from tests.engine.graphs_in_python import Around, Graphs, engine_of, model_of, take_step
+from tests.engine.graphs_in_python import Graphs, engine_of, model_of, take_step
 
 peft = pytest.importorskip("peft")
 
@@ -34,17 +34,6 @@ def reentrant():
 
 def prefix():
     return peft.get_peft_model(model_of(), peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-
-
-class FirstOf(Around):
-    """A model whose loss is a view of other memory."""
-
-    def forward(self, **batch):
-        return self.model(**batch).loss.expand(2)[:1].squeeze(0)
-
-
-def view():
-    return FirstOf(model_of())
 
 
 def log_probabilities(logits, tokens):
@@ -86,12 +75,6 @@ def of_nobody(engine, step):
 def in_place(engine, step):
     """As Trainer scales the loss of several ranks; the model returns logits beside it."""
     loss = unfused(engine, step)
-    loss *= 2
-    return loss
-
-
-def view_in_place(engine, step):
-    loss = engine(**batch(step), labels=batch(step)["input_ids"])
     loss *= 2
     return loss
 
@@ -144,7 +127,7 @@ def check(ranks, world, loss_of, model, steps):
     ("loss_of", "model"),
     [
         *((fused, None), (fused, lora), (smoothed, None), (smoothed, lora), (by_position, lora), (unfused, None)),
-        *((of_nobody, None), (of_nobody, reentrant), (in_place, None), (view_in_place, view)),
+        *((of_nobody, None), (of_nobody, reentrant), (in_place, None)),
     ],
 )
 def test_every_bit_is_that_of_python(ranks, loss_of, model):
@@ -202,6 +185,11 @@ def test_a_forward_waits_for_no_backward_once_it_has_had_one():
     logits.sum().backward()
     assert forwards.used("here") == {0, 1}
     assert weight.grad.tolist() == [2.5] * 4
+    (view,) = forwards.add([(weight * 1)[:2]], "a view")
+    view *= 2
+    view.sum().backward()
+    assert forwards.used("a view") == {0}
+    assert not forwards.pending
 
 
 def metrics_beside(graphs):

@@ -350,8 +350,7 @@ class MicroStepGraphs:
             # They share their pool with what has failed, and are captured again; the next one is tried out.
             self._graphs.forget()
             self._graphs.needs_dry_run = True
-            self._log(f"without CUDA graphs: {why}")
-            return False
+            return False  # the reason is said when the signature comes again
         self._graphs.add(here.signature, graph, kept)
         # Code of others may fail in backward where it did not with another batch.
         self._graphs.needs_dry_run = self._code_of_others is not None or len(self._refused) > 0

@@ -86,6 +86,11 @@ def main() -> int:
         data, batches = build_data(stage.data, tokenizer), arguments.batches or stage.train.eval_batches
         loss = _loss(model, stage, data, batches, "batches measured")
         rows = min(batches * stage.global_batch, len(data.validation))
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss of {arguments.folder} is {loss}: its weights, or what it computes from them, are not finite",
+                remedy="write or copy the folder again; ds-fp8 export of the run where it is an export",
+            )
         result |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": rows}
         result |= _answers(model, stage, data, tokenizer, arguments.problems)
     if arguments.tasks is not None:

@@ -1,11 +1,13 @@
-"""Write a Hugging Face folder from a trained run or a ZeRO checkpoint, without GPUs.
+"""Write a Hugging Face folder from a trained run, a ZeRO checkpoint or another folder, without GPUs.
 
     ds-fp8 export runs/cpt served                     FP8 in DeepSeek's layout (128x128 blocks), read by vLLM and SGLang
     ds-fp8 export runs/cpt served --format bf16
     ds-fp8 export runs/cpt/checkpoints/step_500 served --format compressed-tensors
     ds-fp8 export output/checkpoint-500 served --deepspeed_config ds.json       of transformers' Trainer
+    ds-fp8 export runs/lora served                    of adapters: their model, merged, cast from its BF16 weights
+    ds-fp8 export folder served                       any model in BF16; or one in FP8 with --format bf16
 
-FP8 codes are cast from the FP32 master weights as training cast them.
+FP8 codes are cast from the FP32 masters as training cast them; a folder's as --deepspeed_config or "fp8": {} say.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ds_fp8.commands.arguments import config_file, parser_of
 from ds_fp8.config.errors import UserError, first_paragraph
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 
 class _Model(NamedTuple):
@@ -32,7 +34,7 @@ class _Model(NamedTuple):
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("source", type=Path, help="a run_dir, a DeepSpeed checkpoint in it, or a checkpoint of Trainer")
+    parser.add_argument("source", type=Path, help="a run_dir, a checkpoint, or a Hugging Face folder")
     parser.add_argument("folder", type=Path, help="where to write")
     parser.add_argument("--format", default="fp8", help="fp8 (default), compressed-tensors or bf16")
     parser.add_argument("--model", metavar="FOLDER", help="where the model's configuration and tokenizer are")
@@ -44,41 +46,50 @@ def main() -> int:
     from ds_fp8.config.files import read_json
     from ds_fp8.config.fp8 import parse_fp8
     from ds_fp8.export import export_checkpoint
+    from ds_fp8.export.checkpoints import export_model
 
-    checkpoint, model, raw = _find(arguments.source, arguments.model)
+    checkpoint, raw = _find(arguments.source)
     if arguments.deepspeed_config is not None:
         raw = read_json(config_file(arguments.deepspeed_config))
-    if raw is None and arguments.format != "bf16":
+    known = _known(arguments.source, checkpoint, arguments.model)
+    of_folder = (checkpoint / "config.json").is_file() and not any(checkpoint.glob("*_states.pt"))
+    if raw is None and not of_folder and arguments.format != "bf16":
         raise UserError(
             "the casts of the training are unknown",
             remedy='give the JSON with the "fp8" section: --deepspeed_config FILE, or export --format bf16',
         )
-    plan = export_checkpoint(
-        checkpoint,
-        arguments.folder,
-        model.config,
-        parse_fp8(raw or {}, arguments.deepspeed_config),
-        layout=arguments.format,
-        deepspeed_config=raw,
-        generation=model.generation,
-        tokenizer=model.tokenizer,
-        force=arguments.force,
-        source=f"{checkpoint.parent.parent.name}/{checkpoint.name}",
-    )
+    fp8 = parse_fp8({"fp8": {}} if of_folder and "fp8" not in (raw or {}) else raw or {}, arguments.deepspeed_config)
+    named = {"layout": arguments.format, "tokenizer": known.tokenizer, "force": arguments.force}
+    if of_folder:
+        plan = export_model(_load(checkpoint, known.config, arguments.format), arguments.folder, fp8, **named)
+    else:
+        plan = export_checkpoint(
+            checkpoint,
+            arguments.folder,
+            known.config,
+            fp8,
+            deepspeed_config=raw,
+            generation=known.generation,
+            source=f"{checkpoint.parent.parent.name}/{checkpoint.name}",
+            **named,
+        )
     for reason in dict.fromkeys(plan.left.values()):
         layers = [name for name, why in plan.left.items() if why == reason]
         print(f"in BF16: {', '.join(layers[:3])}{f' and {len(layers) - 3} more' if len(layers) > 3 else ''}: {reason}")
+    if plan.quantized and fp8.linear.outlier_channels:
+        print("note: the outlier channels of training are in no FP8 folder, but in BF16 ones: --format bf16")
     print(f"{arguments.folder}: {len(plan.quantized)} layers in FP8, {len(plan.entries)} tensors")
     return 0
 
 
-def _find(source: Path, model: str | None) -> tuple[Path, _Model, dict[str, Any] | None]:
-    from ds_fp8.config.files import read_json
-    from ds_fp8.train.checkpoints import folder_of, steps_in
-    from ds_fp8.train.run_folder import CHECKPOINTS, CONFIG
+def _find(source: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Return the checkpoint to export, or the folder of a model in its place, and the training's JSON where known."""
+    from ds_fp8.train.checkpoints import MANIFEST, Manifest, folder_of, problems_of, steps_in
+    from ds_fp8.train.run_folder import CHECKPOINTS, CONFIG, MODEL
+    from ds_fp8.train.stored_model import stored_model
 
     if not source.is_dir():
-        raise UserError(f"there is no folder {source}", remedy="give a run_dir or a checkpoint")
+        raise UserError(f"there is no folder {source}", remedy="give a run_dir, a checkpoint or a Hugging Face folder")
     checkpoint = source
     if (source / CHECKPOINTS).is_dir():
         steps = steps_in(source)
@@ -89,19 +100,49 @@ def _find(source: Path, model: str | None) -> tuple[Path, _Model, dict[str, Any]
         # A folder of DeepSpeed's: `latest` names the checkpoint that was saved last.
         checkpoint = source / (source / "latest").read_text(encoding="utf-8", errors="replace").strip()
     run_dir = checkpoint.parent.parent
-    raw = None
-    if checkpoint.parent.name == CHECKPOINTS and (run_dir / CONFIG).is_file():
-        raw = read_json(run_dir / CONFIG)
+    of_run = checkpoint.parent.name == CHECKPOINTS and (run_dir / CONFIG).is_file()
+    if not of_run and not (checkpoint / MANIFEST).is_file():
+        return checkpoint, None
+    if problems := problems_of(checkpoint, 0, 1):
+        raise UserError(
+            f"{checkpoint} is not as it was saved: {'; '.join(problems[:3])}",
+            file=checkpoint,
+            remedy="give another checkpoint of the run, or resume the run",
+        )
+    raw = Manifest.read(checkpoint).config
+    if not raw.get("train", {}).get("lora"):
+        return checkpoint, raw
+    if source == checkpoint:
+        merged = f"ds-fp8 export {run_dir} takes the model of the finished run, {MODEL}, where they are merged"
+        raise UserError(f"{checkpoint} is of a model with adapters", file=checkpoint, remedy=merged)
+    return Path(stored_model(None, str(run_dir)).path), raw
+
+
+def _load(folder: Path, config: PretrainedConfig, layout: str) -> PreTrainedModel:
+    from ds_fp8.train.stored_model import ModelSource, check_trainable, load_stored_model, quantization_of
+
+    source = ModelSource("FOLDER", str(folder))
+    if layout != "bf16" and quantization_of(source):
+        raise UserError(f"{folder} is in FP8", remedy="serve it as it is, or export it with --format bf16")
+    check_trainable(source, config)
+    return load_stored_model(source, config, {})
+
+
+def _known(source: Path, checkpoint: Path, model: str | None) -> _Model:
+    from ds_fp8.config.files import read_json
+    from ds_fp8.train.run_folder import CHECKPOINTS, CONFIG
+
+    run_dir = checkpoint.parent.parent
     # A finished run has its model in run_dir/model, Trainer beside or above the checkpoint.
-    for folder in [Path(model)] if model else [run_dir / "model", source, source.parent]:
+    for folder in [Path(model)] if model else [checkpoint, run_dir / "model", source, source.parent]:
         if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
-            return checkpoint, _read_model(folder), raw
-    if raw is None or model is not None:
+            return _read_model(folder)
+    if checkpoint.parent.name != CHECKPOINTS or not (run_dir / CONFIG).is_file() or model is not None:
         raise UserError(
             f"the configuration of the model in {source} is not known",
             remedy="--model FOLDER, with its config.json and tokenizer",
         )
-    return checkpoint, _model_of_stage(run_dir / CONFIG, checkpoint), raw
+    return _model_of_stage(run_dir / CONFIG, checkpoint)
 
 
 def _read_model(folder: Path) -> _Model:

@@ -117,7 +117,9 @@ def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
         why = error.problem if isinstance(error, UserError) else error
         lines.append(f"report:  not written ({why}); once that is mended: ds-fp8 report {folder}")
     layout = _served_layout(stage, read_json(stage.run_dir / MODEL / "config.json"))
-    if layout is not None:
+    if layout is not None and stage.fp8.linear.outlier_channels:
+        lines.append(f"serve:   {stage.run_dir / MODEL} in BF16: FP8 folders (ds-fp8 export) have no outlier channels")
+    elif layout is not None:
         lines.append(f"export:  ds-fp8 export {folder} {shlex.quote(f'{stage.run_dir}-{layout}')} --format {layout}")
     return lines
 
@@ -125,14 +127,13 @@ def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
 def _served_layout(stage: Stage, model: dict[str, Any]) -> str | None:
     """Return the first layout of an export that holds the weights as training cast them, or None.
 
-    None for adapters, which no export in FP8 has, for outlier channels, which are better served in BF16 (`model/`), and
-    for a model, given as its config.json, of which no weight is whole blocks.
+    None for a model, given as its config.json, of which no weight is whole blocks.
     """
     from ds_fp8.config.formats import BLOCK
     from ds_fp8.export.plan import SCALE_SUFFIX, check_layout
 
     linear, kind = stage.fp8.linear, str(model.get("model_type", ""))
-    if not stage.fp8.enabled or stage.train.lora or linear.outlier_channels or kind.startswith("munit"):
+    if not stage.fp8.enabled or kind.startswith("munit"):
         return None
     if linear.weight.granularity == "128x128" and model.get("hidden_size", 0) % BLOCK:
         return None

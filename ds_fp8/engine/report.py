@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from torch import nn
 
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
 from ds_fp8.config.fp8 import MOMENTS, FP8Config
 from ds_fp8.config.log import show
@@ -25,8 +26,9 @@ from ds_fp8.graphs.conditions import code_of_others
 from ds_fp8.graphs.micro_steps import EAGER_STEPS
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import AttentionFormat
-from ds_fp8.layers.experts.selection import expert_weights
+from ds_fp8.layers.experts.selection import expert_weights, names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.published import IN_3D, published, why_not_in_fp8
 from ds_fp8.layers.selection import ROUTERS, of_listed_expert
 from ds_fp8.optim.moments import moment_bytes
 from ds_fp8.zero.deepspeed.parameters import full_shape, is_partitioned, untrained_parameters
@@ -227,6 +229,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         for part in report["overrides"]
         if not part["linears"]
     ]
+    report["notes"] += _in_folders(engine.module)
     if (without := _without_outlier_channels(state)) is not None:
         report["notes"].append(without)
     masters = None if gather is None else gather.masters
@@ -246,6 +249,18 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     if state.graphs is not None and (others := code_of_others(engine.module)) is not None:
         report["notes"].append(f"{others}: graphs keep the Python values of their capture until a check finds a change")
     return report
+
+
+def _in_folders(model: nn.Module) -> list[str]:
+    """Return what exports and servers cannot have in FP8, known before the training."""
+    try:
+        forms, experts = published(model, full_shape), set(names_of_experts(model))
+    except UserError as error:
+        return [f"no export: {error.problem}"]
+    if (why := why_not_in_fp8(model, forms)) is not None:
+        return [f"exports and servers have this model in BF16 only: {why}"]
+    stacks = [form.stored for form in forms if form.names[0] in experts and not form.matrices]
+    return [f"exports and servers have the experts in BF16: {IN_3D} ({stacks[0]})"] if stacks else []
 
 
 def _without_outlier_channels(state: FP8State) -> str | None:

@@ -114,6 +114,10 @@ class FP8State:
         state = {"preset": self.config.preset, "micro_batches": self.clock(), **self.health.state_dict()}
         if self.gradient_reduce is not None:
             state["gradients"] = self.gradient_reduce.state_dict()
+        if self.weights is not None:
+            # Exports cast these from their masters, the others from BF16: which ZeRO kept whole no setting tells alone.
+            parameters = self._engine.module.named_parameters()
+            state["gathered_in_fp8"] = [name for name, weight in parameters if self.weights.in_fp8(weight)]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError, first_line
@@ -20,6 +21,7 @@ from ds_fp8.config.presets import AXES
 from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, Progress, check_target, write_folder
 from ds_fp8.export.plan import Plan, adapters_refused, check_architecture, check_layout, make_plan
 from ds_fp8.layers.experts.selection import experts_left, names_of_experts
+from ds_fp8.layers.published import stored_buffers
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 
@@ -74,6 +76,7 @@ def export_checkpoint(
     check_layout(layout, fp8.linear.weight)
     model = _model_without_data(config)
     state = _state(checkpoint)
+    _take_buffers(model, state, checkpoint)
     trained = section_of(state, "ds_fp8")
     named = AXES if isinstance(fp8.preset, str) else fp8.preset
     left_open = "preset" not in fp8.model_fields_set or "linear" not in named
@@ -93,18 +96,34 @@ def export_checkpoint(
     # Whether training cast a weight from its master or from the BF16 copy decides its codes: an export must do the
     # same. The checkpoint has the values that were trained with: Accelerate and Trainer replace "auto" by their own.
     configs = section_of(state, "ds_config"), deepspeed_config or {}
-    rounds_first = _rounds_first(fp8, next(filter(None, (section_of(c, "zero_optimization") for c in configs)), {}))
-    parameters = dict(model.named_parameters())
+    zero = next(filter(None, (section_of(c, "zero_optimization") for c in configs)), {})
+    rounds_first = _rounds_first(model, fp8, zero, trained.get("gathered_in_fp8"))
     kept = experts_left(model, fp8) if fp8.enabled else {}
     for name in names_of_experts(model):
-        if name in kept or not fp8.enabled or rounds_first(parameters[name].numel()):
+        if name in kept or not fp8.enabled or rounds_first(name):
             left.setdefault(name, kept.get(name, "in BF16 in training"))
     plan = make_plan(model, left, fp8.linear, layout)
     _check_same_model(_masters(checkpoint), plan, model, checkpoint)
-    weights = _cast(_read(checkpoint, plan, Progress(f"export {folder.name}", len(plan.entries))), plan, rounds_first)
+    progress = Progress(f"export {folder.name}", len(plan.entries))
+    weights = _cast(_read(checkpoint, plan, stored_buffers(model), progress), plan, rounds_first)
     config.architectures = [type(model).__name__]
     generation = generation or model.generation_config
     write_folder(folder, plan, weights, config, generation, tokenizer, source, shard_bytes)
+    return plan
+
+
+def export_model(
+    model: PreTrainedModel, folder: Path, fp8: FP8Config, *, layout: str, tokenizer: Callable | None, force: bool
+) -> Plan:
+    """Write the folder of a model in BF16 on the CPU, its weights cast as training with this section casts them."""
+    check_target(folder, force)
+    plan = make_plan(model, unconverted(model, fp8.linear) | experts_left(model, fp8), fp8.linear, layout)
+    plan = replace(plan, origin="The codes are cast from weights in BF16")
+    held = dict(model.named_parameters()) | stored_buffers(model)
+    read = ({name: held[name].detach() for name in entry.shapes} for entry in plan.entries)
+    model.config.architectures = [type(model).__name__]
+    weights = _cast(read, plan, lambda name: True)
+    write_folder(folder, plan, weights, model.config, model.generation_config, tokenizer)
     return plan
 
 
@@ -121,6 +140,14 @@ def _model_without_data(config: PretrainedConfig) -> torch.nn.Module:
     # Tied weights are one parameter then, and are planned and read once.
     model.tie_weights()
     return model
+
+
+def _take_buffers(model: torch.nn.Module, state: Mapping[str, Any], checkpoint: Path) -> None:
+    """Give the model its stored buffers, in the types that training had them in."""
+    names, saved = stored_buffers(model).keys(), state.get("module", {})
+    if absent := [name for name in names if name not in saved]:
+        raise _another_model(checkpoint, f"{absent[0]} is absent")
+    model.load_state_dict({name: saved[name] for name in names}, strict=False, assign=True)
 
 
 def _masters(checkpoint: Path) -> dict[str, Any]:
@@ -160,7 +187,7 @@ def _reading(checkpoint: Path) -> Iterator[None]:
 
 
 def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Module, checkpoint: Path) -> None:
-    shapes = {entry.name: entry.shape for entry in plan.entries}
+    shapes = {name: shape for entry in plan.entries for name, shape in entry.shapes.items()}
     wrong = [n for n, shape in shapes.items() if n not in masters or tuple(masters[n].shape) != tuple(shape)]
     if any(".lora_" in name or name.startswith("base_model.model.") for name in masters):
         raise UserError(f"{checkpoint} is of a model with adapters", file=checkpoint, remedy=adapters_refused().remedy)
@@ -168,7 +195,7 @@ def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Mo
         found = tuple(masters[wrong[0]].shape) if wrong[0] in masters else "absent"
         raise _another_model(checkpoint, f"{wrong[0]} is {found}, but the configuration says {shapes[wrong[0]]}")
     # Under all names of a tied weight. What a smaller model lacks, such as its last layers, would be left out.
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known = model.state_dict().keys()
     unknown = next((name for name in masters if name not in known), None)
     if unknown is not None:
         raise _another_model(checkpoint, f"it has {unknown}, and the configuration has none")
@@ -182,17 +209,26 @@ def _another_model(checkpoint: Path, difference: str) -> UserError:
     )
 
 
-def _rounds_first(fp8: FP8Config, zero: Mapping[str, Any]) -> Callable[[int], bool]:
-    """Return whether training cast a weight of so many elements from BF16 and not from its FP32 master."""
+def _rounds_first(
+    model: torch.nn.Module, fp8: FP8Config, zero: Mapping[str, Any], gathered: Collection[str] | None
+) -> Callable[[str], bool]:
+    """Return whether training cast a weight from BF16 and not from its FP32 master.
+
+    `gathered` are the weights that it did not; None where an earlier version wrote the checkpoint.
+    """
     threshold = zero.get("stage3_param_persistence_threshold", _DEFAULT_THRESHOLD)
     threshold = threshold if isinstance(threshold, (int, float)) else _DEFAULT_THRESHOLD
     if fp8.param_gather.format == "bf16" or zero.get("stage", 3) != 3:
-        return lambda numel: True
-    return lambda numel: numel <= threshold
+        return lambda name: True
+    if gathered is not None:
+        return lambda name: name not in gathered
+    return lambda name: model.get_parameter(name).numel() <= threshold
 
 
-def _read(checkpoint: Path, plan: Plan, progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the FP32 numbers of every entry of the plan.
+def _read(
+    checkpoint: Path, plan: Plan, buffers: Mapping[str, torch.Tensor], progress: Progress
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the FP32 numbers of every entry of the plan, or its buffer, by name.
 
     Files are mapped, and what has been read of them stays in the process's memory while they are: they are opened again
     after every MAPPED_BYTES.
@@ -201,22 +237,26 @@ def _read(checkpoint: Path, plan: Plan, progress: Progress) -> Iterator[tuple[st
     for entry in plan.entries:
         if mapped > MAPPED_BYTES:
             masters, mapped = _masters(checkpoint), 0
-        # Popped, so that its memory is free once it has been written.
-        master = masters.pop(entry.name)
-        numbers = master.contiguous()
-        mapped += 0 if numbers is master else numbers.nbytes
+        found = {}
+        for name in entry.shapes:
+            # Popped, so that its memory is free once it has been written.
+            master = masters.pop(name)
+            found[name] = buffers[name] if name in buffers else master.contiguous()
+            mapped += 0 if found[name] is master else found[name].nbytes
         progress.add(1)
-        yield entry.name, numbers
+        yield found
 
 
 def _cast(
-    masters: Iterator[tuple[str, torch.Tensor]], plan: Plan, rounds_first: Callable[[int], bool]
+    read: Iterator[dict[str, torch.Tensor]], plan: Plan, rounds_first: Callable[[str], bool]
 ) -> Iterator[NamedWeight]:
-    for (name, numbers), entry in zip(masters, plan.entries, strict=True):
+    for found, entry in zip(read, plan.entries, strict=True):
+        numbers = found.pop(entry.name)
         # Rounded to BF16 before the cast, where training cast what it had gathered in BF16.
-        if not entry.quantized or rounds_first(numbers.numel()):
-            numbers = numbers.bfloat16()
+        if not entry.quantized or rounds_first(entry.name):
+            numbers = numbers.to(entry.dtype)
         if entry.quantized:
             # Experts are stacks of matrices, cast as one matrix of all their rows, as training casts them.
             numbers = quantize(numbers.flatten(0, -2), plan.cast.format, plan.cast.granularity, plan.cast.scale)
-        yield name, numbers
+        others = {name: other.to(entry.dtype) for name, other in found.items()}
+        yield entry.name, {entry.name: numbers, **others} if others else numbers

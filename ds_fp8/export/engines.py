@@ -23,6 +23,7 @@ from ds_fp8.export.plan import Entry, Plan, adapters_refused, make_plan, named_t
 from ds_fp8.export.together import together
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.published import stored_buffers
 from ds_fp8.layers.selection import linear_layers
 from ds_fp8.zero.deepspeed.parameters import full_shape
 
@@ -116,8 +117,9 @@ def served_weights(
 
     Yields:
         (name, codes, scales): float8_e4m3fn codes [R, C] and FP32 scales to multiply by, of 128x128 blocks, rows or the
-        tensor as training cast; or (name, BF16 tensor, None). Of experts each matrix by itself, by its name. All are in
-        BF16 where servers have no layout for FP8 weights of this cast, or for any layer of this model.
+        tensor as training cast; or (name, BF16 tensor, None); stored buffers in their own type. All by the names of a
+        folder, of experts each matrix by itself. All weights are in BF16 where servers have no layout for FP8 weights
+        of this cast, or for any layer of this model.
 
     Raises:
         UserError: on all ranks and at the end, what failed on one.
@@ -161,24 +163,25 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
         An entry, and its numbers as training computes with them, a QuantizedTensor for FP8; or the error that this rank
         met at it, to be raised by `together` once no rank is in a gather.
     """
-    parameters = dict(engine.module.named_parameters())
+    parameters = stored_buffers(engine.module) | dict(engine.module.named_parameters())
     owners = {name: linear for name, linear in linear_layers(engine.module).items() if isinstance(linear, FP8Linear)}
     gather = engine.fp8.weights
 
-    def numbers_of(entry: Entry, parameter: torch.nn.Parameter, in_fp8: bool) -> Any:
+    def numbers_of(entry: Entry, name: str, in_fp8: bool) -> Any:
         if in_fp8:
-            return gather.whole(parameter)
-        with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
+            return gather.whole(parameters[name])
+        with deepspeed.zero.GatheredParameters([parameters[name]]), torch.no_grad():
             # A copy: the gathered memory is freed on leaving the context.
-            numbers = parameter.detach().to(torch.bfloat16, copy=True)
-        return owners[entry.name.removesuffix(".weight")].recipe.cast_weight(numbers) if entry.quantized else numbers
+            numbers = parameters[name].detach().to(entry.dtype, copy=True)
+        return owners[name.removesuffix(".weight")].recipe.cast_weight(numbers) if entry.quantized else numbers
 
     for entry in plan.entries:
-        parameter = parameters[entry.name]
         # The very codes that training multiplies by, gathered in one byte a parameter; the others are cast from BF16,
         # as their layers do it.
-        in_fp8 = entry.quantized and gather is not None and gather.in_fp8(parameter)
-        yield entry, _joined(partial(numbers_of, entry, parameter, in_fp8), parameter)
+        in_fp8 = entry.quantized and gather is not None and gather.in_fp8(parameters[entry.name])
+        found = {n: _joined(partial(numbers_of, entry, n, in_fp8), parameters[n]) for n in entry.shapes}
+        error = next((numbers for numbers in found.values() if isinstance(numbers, Exception)), None)
+        yield entry, error or (found if len(found) > 1 else found[entry.name])
 
 
 def _joined(gather: Callable[[], T], parameter: torch.nn.Parameter) -> T | Exception:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,14 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, PretrainedConfig
 
 import ds_fp8
-from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.export.plan import Plan, named_tensors, quantization_config
+from ds_fp8.export.plan import Numbers, Plan, named_tensors, quantization_config
 
 SHARD_BYTES = 1 << 30
 CHECKSUMS = "checksums.sha256"
 WEIGHTS = "model.safetensors"
-NamedWeight = tuple[str, torch.Tensor | QuantizedTensor]
+NamedWeight = tuple[str, Numbers]
 
 
 class Progress:
@@ -65,14 +65,22 @@ def _foreign(folder: Path) -> str | None:
     """Return what shows that a folder is no export; None for an export, and for an empty or absent folder."""
     if not folder.exists() or not any(folder.iterdir()):
         return None
-    sums = folder / CHECKSUMS
-    written = (
-        {CHECKSUMS} | {line.split("  ", 1)[-1] for line in sums.read_text().splitlines()} if sums.is_file() else set()
-    )
+    written = read_checksums(folder)
     if "config.json" not in written:
         return f"holds no export ({CHECKSUMS} does not name a config.json)"
-    other = next((path.name for path in sorted(folder.iterdir()) if path.name not in written), None)
-    return None if other is None else f"holds {other} beside an export"
+    files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
+    other = next((path.name for path in files if path.name not in written), None)
+    if other is not None:
+        return f"holds {other} beside an export"
+    changed = next((path.name for path in files if sha256_of(path) != written[path.name]), None)
+    return None if changed is None else f"holds {changed}, which is not as an export wrote it"
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Return the sums of an export's files by name; none of a folder that has no list."""
+    file = folder / CHECKSUMS
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ()
+    return {name: own for own, _, name in (line.partition("  ") for line in lines)}
 
 
 def write_folder(
@@ -109,7 +117,7 @@ def write_folder(
         (part / "README.md").write_text(model_card(plan, config, source))
         # Checksums last, of all files as they lie there.
         files = sorted(path for path in part.iterdir() if path.is_file())
-        (part / CHECKSUMS).write_text("".join(f"{_sha256(path)}  {path.name}\n" for path in files))
+        (part / CHECKSUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in files))
         make_readable(part)
 
 
@@ -117,8 +125,8 @@ def write_folder(
 def _complete(folder: Path) -> Iterator[Path]:
     """Yield a folder that takes the place of `folder` at the end, and that an error leaves no trace of."""
     folder = folder.resolve()
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
+    # A folder of that name may be the user's.
+    part = next(p for n in count() if not (p := folder.with_name(f"{folder.name}.part{n or ''}")).exists())
     part.mkdir(parents=True)
     try:
         yield part
@@ -167,7 +175,9 @@ def _write_weights(folder: Path, plan: Plan, weights: Iterable[NamedWeight], sha
         (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str | None:
+    if not path.is_file():
+        return None
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 24):
@@ -211,7 +221,7 @@ def model_card(plan: Plan, config: PretrainedConfig, source: str) -> str:
     casts = ""
     if plan.layout != "bf16":
         rows = "".join(f"| {count} | {reason} |\n" for reason, count in Counter(plan.left.values()).items())
-        casts = "\n\nThe codes are those that training computed with, cast from its FP32 master weights.\n"
+        casts = f"\n\n{plan.origin}.\n"
         casts += f"\n| linear layers in BF16 | why |\n|---|---|\n{rows}"
     return _CARD.format(
         tag="" if plan.layout == "bf16" else ", fp8",

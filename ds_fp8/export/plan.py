@@ -6,39 +6,38 @@
 
 vLLM, SGLang and transformers read both.
 
-Experts are stored as a matrix of each, under the names that the model's first release gave them. transformers stacks
-them into 3-D parameters when it loads a folder, and knows how to take them apart: the names, and which rows are whose,
-come from it. Scales lie as their weight does, a block to an element.
+Everything has the names that the model's first release gave it, experts a matrix of each (layers/published.py). Scales
+of a stack of experts lie as their weight does, a block to an element.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import PretrainedConfig
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.config.linear import LinearConfig, WeightCast
 from ds_fp8.layers.experts.selection import cast_of_experts, expert_weights, names_of_experts
+from ds_fp8.layers.published import IN_3D, Published, published, stored_buffers, why_not_in_fp8
 from ds_fp8.layers.selection import first_matches, linear_layers
-from ds_fp8.research import munit
 
-Parts = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-"""Returns the tensors that a parameter is stored as, by name."""
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that servers stack into one matrix, which is FP8 as a whole or not at all."""
 LAYOUTS = ("bf16", "fp8", "compressed-tensors")
 SCALE_SUFFIX = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
 """Layout -> what follows a weight's name in the name of its scales."""
+
+SCALED = "munit_"
+"""Beginning of the types of models that ds_fp8.research scales."""
 
 _STRATEGIES = {
     "128x128": {
@@ -50,28 +49,51 @@ _STRATEGIES = {
 }
 
 
+Numbers = torch.Tensor | QuantizedTensor | dict[str, torch.Tensor]
+"""Of an entry: its tensor, FP8 weight, or tensors by name where a folder joins several."""
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the model as the folder holds it."""
+    """What a folder holds in place of a parameter or stored buffer, or of several that it joins."""
 
-    name: str
-    """Name of the parameter."""
-    shape: tuple[int, ...]
-    quantized: bool
-    parts: Parts | None = field(default=None, compare=False)
-    """How it is stored; None: as it is, under its name."""
+    form: Published
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes in the model, by name."""
+    quantized: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
-    def stored(self, numbers: torch.Tensor | QuantizedTensor) -> dict[str, torch.Tensor | QuantizedTensor]:
-        return {self.name: numbers} if self.parts is None else split(numbers, self.parts, self.shape)
+    @property
+    def name(self) -> str:
+        """Return the name in the model, of joined ones the first."""
+        return self.form.names[0]
+
+    def stored(self, numbers: Numbers) -> dict[str, torch.Tensor | QuantizedTensor]:
+        if self.form.parts is None:
+            return {self.form.stored: numbers}
+        if isinstance(numbers, QuantizedTensor):
+            return self._experts(numbers)
+        found = self.form.parts(numbers if isinstance(numbers, dict) else {self.name: numbers})
+        return {name: part if part.is_meta else part.contiguous() for name, part in found.items()}
+
+    def _experts(self, numbers: QuantizedTensor) -> dict[str, QuantizedTensor]:
+        """Return the matrix of each expert. The codes of experts [E, N, K] are [E*N, K], their scales likewise."""
+        shape = self.shapes[self.name]
+        codes = self.form.parts({self.name: numbers.data.view(torch.uint8).view(shape)})
+        scales = self.form.parts({self.name: numbers.scale.contiguous().view(shape[0], -1, numbers.scale.shape[-1])})
+        result = {}
+        for name, own in codes.items():
+            # Sides of one block are lost where transformers takes the experts apart.
+            scale = scales[name].contiguous().view(scale_shape(own.shape, numbers.granularity))
+            result[name] = replace(numbers, data=own.contiguous().view(numbers.data.dtype), scale=scale)
+        return result
 
     def tensors(self, plan: Plan) -> dict[str, torch.Tensor]:
-        if not self.quantized:
-            return self.stored(torch.empty(self.shape, dtype=torch.bfloat16, device="meta"))
-        result = {}
-        codes = torch.empty(self.shape, dtype=torch.float8_e4m3fn, device="meta")
-        for name, part in ({self.name: codes} if self.parts is None else self.parts(codes)).items():
+        dtype = torch.float8_e4m3fn if self.quantized else self.dtype
+        empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in self.shapes.items()}
+        result = dict(self.stored(empty if len(empty) > 1 else empty[self.name]))
+        for name, part in list(result.items()) if self.quantized else ():
             scales = scale_shape(part.shape, plan.cast.granularity)
-            result[name] = part
             result[name + SCALE_SUFFIX[plan.layout]] = torch.empty(scales, dtype=torch.float32, device="meta")
         return result
 
@@ -85,6 +107,7 @@ class Plan:
     entries: list[Entry]
     left: dict[str, str] = field(default_factory=dict)
     """Linear layers in BF16, tied ones among them, experts and routers, with the reason."""
+    origin: str = "The codes are those that training computed with, cast from its FP32 master weights"
 
     @property
     def quantized(self) -> list[str]:
@@ -93,10 +116,11 @@ class Plan:
 
 def check_architecture(config: PretrainedConfig | None) -> None:
     """Raise UserError for a model that servers would take for another."""
-    if config is not None and munit.is_munit(config):
+    kind = getattr(config, "model_type", "")
+    if kind.startswith(SCALED):
         raise UserError(
-            f'a model of type "{config.model_type}" is not a {config.model_type.removeprefix(munit.PREFIX)}: servers '
-            "do not know the factors of its products and residuals",
+            f'a model of type "{kind}" is not a {kind.removeprefix(SCALED)}: servers do not know the factors of its '
+            "products and residuals",
             remedy="run_dir/model holds it for ds_fp8: ds-fp8 evaluate, model.path, train.init_from",
         )
 
@@ -139,24 +163,14 @@ def make_plan(
         raise adapters_refused()
     cast = linear.weight
     check_layout(layout, cast)
-    # Only buffers that are saved count: others are computed from the configuration.
-    stored = model.state_dict().keys()
-    buffers = [name for name, _ in model.named_buffers() if name in stored]
-    if buffers:
-        raise UserError(
-            f"{type(model).__name__} keeps {buffers[0]} beside its weights, which exports do not hold",
-            remedy="engine.save_16bit_model writes it, in BF16",
-        )
     shape_of = shape_of or (lambda parameter: parameter.shape)
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # of tied ones the first
-    parts = parts_of_parameters(model)
-
-    def entries(in_fp8: Collection[str]) -> list[Entry]:
-        return [Entry(n, tuple(shape_of(p)), n in in_fp8, parts.get(n)) for n, p in model.named_parameters()]
-
+    planned = _entries(model, shape_of)
     if layout == "bf16":
-        return Plan(layout, cast, entries(()))
+        return Plan(layout, cast, planned)
     linears = linear_layers(model)
+    if (why := why_not_in_fp8(model, [entry.form for entry in planned])) is not None:
+        raise UserError(why, remedy="--format bf16")
     # In this order: the first reason found for a layer is the one reported.
     reasons = {name: left[name] for name in linears if name in left}
     for name, pattern in first_matches(linears, linear.overrides).items():
@@ -181,13 +195,24 @@ def make_plan(
         partner = next((other for other in merged if f"{parent}.{other}" in reasons), None)
         if partner is not None:
             reasons.setdefault(name, f"servers stack it with {partner}, which is in BF16")
-    experts = _experts_in_fp8(model, left, linear, layout)
+    experts = _experts_in_fp8(model, left, linear, layout, {entry.name: entry.form for entry in planned})
     in_fp8 = {f"{name}.weight" for name in linears if name not in reasons} | experts
     if not in_fp8:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise UserError(f"no layer of this model can be stored in FP8 ({why})", remedy="--format bf16")
-    planned = entries(in_fp8)
-    return Plan(layout, cast, planned, reasons | _beside_experts(planned, linears, names_of_experts(model)))
+    planned = [replace(entry, quantized=entry.name in in_fp8) for entry in planned]
+    return Plan(layout, cast, planned, _by_both_names(model, reasons | _beside_experts(model, planned, left), planned))
+
+
+def _entries(model: nn.Module, shape_of: Callable[[nn.Parameter], Sequence[int]]) -> list[Entry]:
+    buffers = stored_buffers(model)
+    shapes = {name: tuple(shape_of(parameter)) for name, parameter in model.named_parameters()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    dtypes = {name: buffer.dtype for name, buffer in buffers.items()}  # as they are: servers keep some in FP32
+    return [
+        Entry(form, {name: shapes[name] for name in form.names}, dtype=dtypes.get(form.names[0], torch.bfloat16))
+        for form in published(model, shape_of)
+    ]
 
 
 def plan_to_serve(
@@ -210,7 +235,9 @@ def plan_to_serve(
     return plan
 
 
-def _experts_in_fp8(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, layout: str) -> set[str]:
+def _experts_in_fp8(
+    model: nn.Module, left: Mapping[str, str], linear: LinearConfig, layout: str, forms: Mapping[str, Published]
+) -> set[str]:
     """Return the weights of experts that are stored in FP8: all of a module's, or none."""
     names = names_of_experts(model)
     override_of = first_matches(names, linear.overrides)
@@ -220,66 +247,37 @@ def _experts_in_fp8(model: nn.Module, left: Mapping[str, str], linear: LinearCon
         casts = [linear.overrides[override_of[name]] if name in override_of else linear for name in weights]
         # Servers run the experts of a layer in one kernel, which takes codes for all of them or for none.
         alike = all(name not in left for name in weights) and all(own != "bf16" for own in casts)
+        alike = alike and all(name in forms and forms[name].matrices for name in weights)
         if alike and layout == "fp8" and all(cast_of_experts(own.weight.spec) == cast for own in casts):
             found.update(weights)
     return found
 
 
-def _beside_experts(entries: Iterable[Entry], linears: Collection[str], experts: Collection[str]) -> dict[str, str]:
+def _beside_experts(model: nn.Module, entries: Iterable[Entry], left: Mapping[str, str]) -> dict[str, str]:
     """Return modules of layers with experts that are in BF16 and no linear layers: servers make linears of routers."""
-    found = {}
+    experts, linears, found = set(names_of_experts(model)), linear_layers(model), {}
+    layers = {name.rpartition(".")[0] for name, module in model.named_modules() if expert_weights(name, module)}
     for entry in entries:
         module = entry.name.rpartition(".")[0]
-        if entry.parts is None or entry.quantized or module in linears:
+        if entry.quantized or module in linears or not any(entry.name.startswith(f"{layer}.") for layer in layers):
             continue
-        # Under both names: transformers' own, and that of the folder, which vLLM has.
         if entry.name in experts:
-            before, inside, _ = _stored_name(entry).partition(".experts.")
-            # Some models store them as one tensor beside the router, such as Granite's input_linear.weight.
-            stored = f"{before}.experts" if inside else before.removesuffix(".weight")
-            found |= dict.fromkeys((module, stored), "experts in BF16")
-        elif entry.name.endswith(".weight") and len(entry.shape) == 2:
-            found |= dict.fromkeys((module, _stored_name(entry).removesuffix(".weight")), "a router or gate")
+            found[module] = "experts in BF16" if entry.name in left or entry.form.matrices else IN_3D
+        elif entry.name.endswith(".weight") and len(entry.shapes[entry.name]) == 2:
+            found[module] = "a router or gate"
     return found
 
 
-def _stored_name(entry: Entry) -> str:
-    return next(iter(entry.stored(torch.empty(entry.shape, device="meta"))))
-
-
-def parts_of_parameters(model: nn.Module) -> dict[str, Parts]:
-    """Return how the parameters of layers with experts are stored, by name; those of all others as they are."""
-    if not isinstance(model, PreTrainedModel):
-        return {}
-    layers = {name.rpartition(".")[0] for name, module in model.named_modules() if expert_weights(name, module)}
-    names = [name for name, _ in model.named_parameters() if any(name.startswith(f"{layer}.") for layer in layers)]
-
-    def parts_of(name: str) -> Parts:
-        return lambda numbers: {
-            stored: part.contiguous() if part.device.type != "meta" else part
-            for stored, part in revert_weight_conversion(model, {name: numbers}).items()
-        }
-
-    return {name: parts_of(name) for name in names}
-
-
-def split(
-    numbers: torch.Tensor | QuantizedTensor, parts: Parts, shape: tuple[int, ...]
-) -> dict[str, torch.Tensor | QuantizedTensor]:
-    """Return what a parameter of `shape` is stored as, by name: BF16 tensors, or FP8 matrices of an expert each.
-
-    The numbers of experts [E, N, K] in FP8 are codes and scales [E*N, K].
-    """
-    if not isinstance(numbers, QuantizedTensor):
-        return parts(numbers)
-    codes = parts(numbers.data.view(torch.uint8).view(shape))
-    rows, columns = numbers.scale.shape
-    scales = parts(numbers.scale.contiguous().view(shape[0], rows // shape[0], columns))
-    result = {}
-    for name, own in codes.items():
-        # Sides of one block are lost where transformers takes the experts apart.
-        scale = scales[name].view(scale_shape(own.shape, numbers.granularity))
-        result[name] = replace(numbers, data=own.view(numbers.data.dtype), scale=scale)
+def _by_both_names(model: nn.Module, reasons: Mapping[str, str], entries: Iterable[Entry]) -> dict[str, str]:
+    """Return reasons by the modules' names in transformers and by those in the folder, which vLLM has."""
+    experts, result = set(names_of_experts(model)), dict(reasons)
+    for entry in entries:
+        module = entry.name.rpartition(".")[0]
+        if module in reasons and not entry.quantized:
+            # Some models store experts as one tensor beside the router, such as Granite's input_linear.weight.
+            before, inside, _ = entry.form.stored.partition(".experts.")
+            listed = inside and entry.name in experts
+            result[f"{before}.experts" if listed else entry.form.stored.removesuffix(".weight")] = reasons[module]
     return result
 
 

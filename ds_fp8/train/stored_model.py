@@ -13,7 +13,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ds_fp8.config.errors import UserError, first_paragraph
+from ds_fp8.config.errors import UserError, clipped, first_paragraph
 from ds_fp8.config.files import model_of_run
+from ds_fp8.export.folder import CHECKSUMS, read_checksums, sha256_of
 from ds_fp8.research import munit
 from ds_fp8.train.checkpoints import step_beyond_result
 
@@ -141,7 +142,7 @@ def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
         raise UserError(problem, key=source.key, remedy="give a model that AutoModelForCausalLM loads")
     quantization = quantization_of(source)
     if forms_of(quantization) is None:
-        kind = " ".join(filter(None, (quantization.get("quant_method"), quantization.get("quant_algo"))))
+        kind = " ".join(str(quantization[key]) for key in ("quant_method", "quant_algo") if quantization.get(key))
         raise UserError(
             f'the weights in {source.path} are quantised with "{kind}", and what can be read is BF16, FP16, FP32 or '
             'FP8 ("fp8", "fbgemm_fp8", FP8 of "modelopt", or 8-bit floats of "compressed-tensors")',
@@ -166,6 +167,7 @@ def load_with_codes(
     options = {"dtype": torch.bfloat16, "output_loading_info": True, **options}
     try:
         files = weight_files(source)
+        _check_sums(source, files)
         tensors = stored_tensors(files, quantization_of(source), source.key, opened)
         if tensors is None:
             if not files and os.path.isdir(source.path):
@@ -206,6 +208,18 @@ def weight_files(source: ModelSource) -> list[Path]:
     return [Path(hf_hub_download(source.path, name, revision=source.revision)) for name in names]
 
 
+def _check_sums(source: ModelSource, files: Sequence[Path]) -> None:
+    """Refuse weights that are not as an export wrote them."""
+    sums = read_checksums(Path(source.path)) if files else {}
+    changed = [file.name for file in files if file.name in sums and sha256_of(file) != sums[file.name]]
+    if changed:
+        raise UserError(
+            f"{changed[0]} in {source.path} has another content than {CHECKSUMS} says",
+            key=source.key,
+            remedy=f"write, copy or download it again; remove {CHECKSUMS} if it was changed on purpose",
+        )
+
+
 def _file(source: ModelSource, name: str) -> Path | None:
     if os.path.isdir(source.path):
         file = Path(source.path, name)
@@ -238,8 +252,12 @@ def quantization_of(source: ModelSource) -> dict[str, Any]:
     section = getattr(_read_config(source), "quantization_config", None) or {}
     file = None if section else _file(source, "hf_quant_config.json")
     if file is not None:
-        section = {"quant_method": "modelopt", **json.loads(file.read_text()).get("quantization", {})}
-    return section if isinstance(section, dict) else section.to_dict()
+        try:
+            section = {"quant_method": "modelopt", **json.loads(file.read_text())["quantization"]}
+        except (ValueError, LookupError, TypeError, RecursionError):  # no JSON, or of another form
+            section = file.name
+    section = section.to_dict() if hasattr(section, "to_dict") else section
+    return section if isinstance(section, dict) else {"quant_method": clipped(str(section))}
 
 
 def _is_hub_name(path: str) -> bool:
@@ -262,17 +280,20 @@ def forms_of(quantization: Mapping[str, Any]) -> tuple[Form, ...] | None:
         block = quantization.get("weight_block_size")
         return UNSTATED if block is None else _block(block)
     if method == "modelopt":
-        form = MODELOPT.get(quantization.get("quant_algo", ""))
+        form = MODELOPT.get(str(quantization.get("quant_algo")))
         return None if form is None else (form,)
     if method != COMPRESSED_TENSORS or quantization.get("format") != "float-quantized":
         return None
     forms: list[Form] = []
-    for group in (quantization.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
+    groups = quantization.get("config_groups") or {}
+    for group in groups.values() if isinstance(groups, dict) else (groups,):
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            return None
         if (weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)) != ("float", 8, True):
             return None
         found = {"tensor": ("tensor",), "channel": ("channel",), "block": _block(weights.get("block_structure"))}
-        own = found.get(weights.get("strategy"))
+        own = found.get(str(weights.get("strategy")))
         if own is None:
             return None
         forms += own

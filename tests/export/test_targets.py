@@ -1,5 +1,6 @@
 """Where an export may write: said before the work."""
 
+import hashlib
 import os
 
 import pytest
@@ -31,10 +32,16 @@ def test_targets_that_are_refused(target, problem, tmp_path, monkeypatch):
 
 
 def exported(folder):
-    """A folder as exports leave it: files, and their names in the checksums."""
+    """A folder as exports leave it: files, and their sums by name."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    (folder / "checksums.sha256").write_text("0123  config.json\n")
+    (folder / "checksums.sha256").write_text(f"{hashlib.sha256(b'{}').hexdigest()}  config.json\n")
+
+
+def named_by_a_foreign_list(folder):
+    (folder / "thesis.txt").write_text("mine")
+    with (folder / "checksums.sha256").open("a") as file:
+        file.write("0  thesis.txt\n")
 
 
 @pytest.mark.parametrize("linked", [False, True])
@@ -44,6 +51,8 @@ def exported(folder):
         (lambda folder: (folder / "mine.txt").write_text("mine"), "holds mine.txt beside an export"),
         (lambda folder: (folder / "mine").mkdir(), "holds mine beside an export"),
         (lambda folder: (folder / "checksums.sha256").unlink(), "holds no export"),
+        (named_by_a_foreign_list, "holds thesis.txt, which is not as an export wrote it"),
+        (lambda folder: (folder / "config.json").write_text("mine"), "holds config.json, which is not as"),
         (lambda folder: (folder / "checksums.sha256").write_text("0123  other"), "holds no export"),
         (lambda folder: None, None),
         (lambda folder: [path.unlink() for path in folder.iterdir()], None),
@@ -60,6 +69,15 @@ def test_force_replaces_exports_alone(change, words, linked, tmp_path):
     with pytest.raises(UserError, match=words) as caught:
         check_target(target, force=True)
     assert caught.value.remedy
+
+
+def test_a_folder_of_the_user_by_the_name_of_an_unfinished_export_stays(tmp_path):
+    (tmp_path / "served.part").mkdir()
+    (tmp_path / "served.part/mine").touch()
+    with _complete(tmp_path / "served") as part:
+        (part / "new").touch()
+    assert sorted(os.listdir(tmp_path)) == ["served", "served.part"]
+    assert os.listdir(tmp_path / "served.part") == ["mine"]
 
 
 def test_a_target_behind_a_link_is_replaced(tmp_path):

@@ -191,6 +191,10 @@ REFUSED = {  # what is wrong: method, changes of tensors, words of the error bes
     "nvfp4": ((modelopt("NVFP4"), None, "_scale", "()"), None, 'quantised with "modelopt NVFP4"'),
     "mixed": ((None, {"quant_algo": "MIXED_PRECISION"}, "_scale", "()"), None, "modelopt MIXED_PRECISION"),
     "gptq": (({"quant_method": "gptq", "bits": 4}, None, "_scale", "()"), None, 'quantised with "gptq"'),
+    "no name of an algorithm": ((None, {"quant_algo": ["FP8"]}, "_scale", "()"), None, "modelopt ['FP8']"),
+    "no object in ModelOpt's file": ((None, [1], "_scale", "()"), None, 'quantised with "hf_quant_config.json"'),
+    "a list of groups": ((ct("channel") | {"config_groups": [1]}, None, "_scale", "[N, 1]"), None, "compressed"),
+    "a group that is none": ((ct("channel") | {"config_groups": {"g": 1}}, None, "_scale", "()"), None, "compressed"),
 }  # fmt: skip
 
 
@@ -208,6 +212,14 @@ def test_what_cannot_be_read_is_refused_by_name(case, tmp_path):
         assert words in str(caught.value)
         assert "proj.weight" in str(caught.value) or "quantised with" in str(caught.value)
         assert caught.value.remedy
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 20_000, '{"quantization": [1]}', '{"other": 1}'])
+def test_a_quantization_that_cannot_be_read_is_refused(text, tmp_path):
+    write(tmp_path / "fp8", (None, {"quant_algo": "FP8"}, "_scale", "()"))
+    (tmp_path / "fp8" / "hf_quant_config.json").write_text(text)
+    with pytest.raises(UserError, match=r'quantised with "hf_quant_config\.json"'):
+        trained(tmp_path / "fp8")
 
 
 def test_pickled_codes_are_refused(tmp_path):

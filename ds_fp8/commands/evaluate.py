@@ -86,11 +86,6 @@ def main() -> int:
         data, batches = build_data(stage.data, tokenizer), arguments.batches or stage.train.eval_batches
         loss = _loss(model, stage, data, batches, "batches measured")
         rows = min(batches * stage.global_batch, len(data.validation))
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss of {arguments.folder} is {loss}: its weights, or what it computes from them, are not finite",
-                remedy="write or copy the folder again; ds-fp8 export of the run where it is an export",
-            )
         result |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": rows}
         result |= _answers(model, stage, data, tokenizer, arguments.problems)
     if arguments.tasks is not None:
@@ -166,7 +161,10 @@ def _loss(model: PreTrainedModel, stage: Stage, data: StageData, batches: int, w
     from ds_fp8.train.evaluation import Alone, validation_loss
 
     progress = Progress(words, batches, say)
-    return validation_loss(Alone(model), stage, data.validation, batches, lambda: progress.add(1))
+    loss = validation_loss(Alone(model), stage, data.validation, batches, lambda: progress.add(1))
+    if not math.isfinite(loss):
+        raise UserError(f"the loss is {loss}", remedy="write or copy the folder again: its weights may not be finite")
+    return loss
 
 
 def _answers(

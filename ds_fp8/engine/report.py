@@ -254,12 +254,12 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
 def _in_folders(model: nn.Module) -> list[str]:
     """Return what exports and servers cannot have in FP8, known before the training."""
     try:
-        forms, experts = published(model, full_shape), set(names_of_experts(model))
+        forms, experts = published(model), set(names_of_experts(model))
     except UserError as error:
         return [f"no export: {error.problem}"]
     if (why := why_not_in_fp8(model, forms)) is not None:
         return [f"exports and servers have this model in BF16 only: {why}"]
-    stacks = [form.stored for form in forms if form.names[0] in experts and not form.matrices]
+    stacks = [form.stored for form in forms if experts & form.shapes.keys() and not form.matrices]
     return [f"exports and servers have the experts in BF16: {IN_3D} ({stacks[0]})"] if stacks else []
 
 

@@ -120,7 +120,7 @@ def export_model(
     plan = make_plan(model, unconverted(model, fp8.linear) | experts_left(model, fp8), fp8.linear, layout)
     plan = replace(plan, origin="The codes are cast from weights in BF16")
     held = dict(model.named_parameters()) | stored_buffers(model)
-    read = ({name: held[name].detach() for name in entry.shapes} for entry in plan.entries)
+    read = ({name: held[name].detach() for name in entry.form.shapes} for entry in plan.entries)
     model.config.architectures = [type(model).__name__]
     weights = _cast(read, plan, lambda name: True)
     write_folder(folder, plan, weights, model.config, model.generation_config, tokenizer)
@@ -187,7 +187,7 @@ def _reading(checkpoint: Path) -> Iterator[None]:
 
 
 def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Module, checkpoint: Path) -> None:
-    shapes = {name: shape for entry in plan.entries for name, shape in entry.shapes.items()}
+    shapes = {name: shape for entry in plan.entries for name, shape in entry.form.shapes.items()}
     wrong = [n for n, shape in shapes.items() if n not in masters or tuple(masters[n].shape) != tuple(shape)]
     if any(".lora_" in name or name.startswith("base_model.model.") for name in masters):
         raise UserError(f"{checkpoint} is of a model with adapters", file=checkpoint, remedy=adapters_refused().remedy)
@@ -238,7 +238,7 @@ def _read(
         if mapped > MAPPED_BYTES:
             masters, mapped = _masters(checkpoint), 0
         found = {}
-        for name in entry.shapes:
+        for name in entry.form.shapes:
             # Popped, so that its memory is free once it has been written.
             master = masters.pop(name)
             found[name] = buffers[name] if name in buffers else master.contiguous()
@@ -254,9 +254,9 @@ def _cast(
         numbers = found.pop(entry.name)
         # Rounded to BF16 before the cast, where training cast what it had gathered in BF16.
         if not entry.quantized or rounds_first(entry.name):
-            numbers = numbers.to(entry.dtype)
+            numbers = numbers.to(entry.form.dtype)
         if entry.quantized:
             # Experts are stacks of matrices, cast as one matrix of all their rows, as training casts them.
             numbers = quantize(numbers.flatten(0, -2), plan.cast.format, plan.cast.granularity, plan.cast.scale)
-        others = {name: other.to(entry.dtype) for name, other in found.items()}
+        others = {name: other.to(entry.form.dtype) for name, other in found.items()}
         yield entry.name, {entry.name: numbers, **others} if others else numbers

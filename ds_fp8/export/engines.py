@@ -25,7 +25,6 @@ from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.published import stored_buffers
 from ds_fp8.layers.selection import linear_layers
-from ds_fp8.zero.deepspeed.parameters import full_shape
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ def export_engine(
     def check() -> None:
         nonlocal plan
         check_target(folder, force)
-        plan = make_plan(model, _left(engine), engine.fp8.config.linear, layout, full_shape)
+        plan = make_plan(model, _left(engine), engine.fp8.config.linear, layout)
 
     together(check)
     progress = Progress(f"export {folder.name}", len(plan.entries))
@@ -139,7 +138,7 @@ def served_tensors(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tu
 
 def served_plan(engine: deepspeed.DeepSpeedEngine) -> Plan:
     """Return the contents of `served_weights`: names, types and shapes, without numbers."""
-    return plan_to_serve(engine.module, _left(engine), engine.fp8.config.linear, full_shape)
+    return plan_to_serve(engine.module, _left(engine), engine.fp8.config.linear)
 
 
 def _left(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
@@ -172,14 +171,14 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
             return gather.whole(parameters[name])
         with deepspeed.zero.GatheredParameters([parameters[name]]), torch.no_grad():
             # A copy: the gathered memory is freed on leaving the context.
-            numbers = parameters[name].detach().to(entry.dtype, copy=True)
+            numbers = parameters[name].detach().to(entry.form.dtype, copy=True)
         return owners[name.removesuffix(".weight")].recipe.cast_weight(numbers) if entry.quantized else numbers
 
     for entry in plan.entries:
         # The very codes that training multiplies by, gathered in one byte a parameter; the others are cast from BF16,
         # as their layers do it.
         in_fp8 = entry.quantized and gather is not None and gather.in_fp8(parameters[entry.name])
-        found = {n: _joined(partial(numbers_of, entry, n, in_fp8), parameters[n]) for n in entry.shapes}
+        found = {n: _joined(partial(numbers_of, entry, n, in_fp8), parameters[n]) for n in entry.form.shapes}
         error = next((numbers for numbers in found.values() if isinstance(numbers, Exception)), None)
         yield entry, error or (found if len(found) > 1 else found[entry.name])
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +26,8 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, scale_shape
 from ds_fp8.config.linear import LinearConfig, WeightCast
-from ds_fp8.layers.experts.selection import cast_of_experts, expert_weights, names_of_experts
-from ds_fp8.layers.published import IN_3D, Published, published, stored_buffers, why_not_in_fp8
+from ds_fp8.layers.experts.selection import cast_of_experts, expert_weights, names_of_experts, shape_of
+from ds_fp8.layers.published import IN_3D, IN_PARTS, Published, published, why_not_in_fp8
 from ds_fp8.layers.selection import first_matches, linear_layers
 
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -58,15 +58,12 @@ class Entry:
     """What a folder holds in place of a parameter or stored buffer, or of several that it joins."""
 
     form: Published
-    shapes: dict[str, tuple[int, ...]]
-    """Shapes in the model, by name."""
     quantized: bool = False
-    dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
         """Return the name in the model, of joined ones the first."""
-        return self.form.names[0]
+        return next(iter(self.form.shapes))
 
     def stored(self, numbers: Numbers) -> dict[str, torch.Tensor | QuantizedTensor]:
         if self.form.parts is None:
@@ -78,7 +75,7 @@ class Entry:
 
     def _experts(self, numbers: QuantizedTensor) -> dict[str, QuantizedTensor]:
         """Return the matrix of each expert. The codes of experts [E, N, K] are [E*N, K], their scales likewise."""
-        shape = self.shapes[self.name]
+        shape = self.form.shapes[self.name]
         codes = self.form.parts({self.name: numbers.data.view(torch.uint8).view(shape)})
         scales = self.form.parts({self.name: numbers.scale.contiguous().view(shape[0], -1, numbers.scale.shape[-1])})
         result = {}
@@ -89,8 +86,8 @@ class Entry:
         return result
 
     def tensors(self, plan: Plan) -> dict[str, torch.Tensor]:
-        dtype = torch.float8_e4m3fn if self.quantized else self.dtype
-        empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in self.shapes.items()}
+        dtype = torch.float8_e4m3fn if self.quantized else self.form.dtype
+        empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in self.form.shapes.items()}
         result = dict(self.stored(empty if len(empty) > 1 else empty[self.name]))
         for name, part in list(result.items()) if self.quantized else ():
             scales = scale_shape(part.shape, plan.cast.granularity)
@@ -146,16 +143,14 @@ def make_plan(
     left: Mapping[str, str],
     linear: LinearConfig,
     layout: str,
-    shape_of: Callable[[nn.Parameter], Sequence[int]] | None = None,
 ) -> Plan:
     """Plan the folder of a model.
 
     Args:
-        model: On any device, without data too.
+        model: On any device, partitioned or without data too.
         left: Linear layers, and weights of experts, that training computed in BF16, with the reason.
         linear: How training cast weights. Those that an override casts in another way are stored in BF16.
         layout: One of layouts.LAYOUTS.
-        shape_of: Gives the whole shape of a parameter that is partitioned.
     """
     check_architecture(getattr(model, "config", None))
     # As PEFT marks a model, its own or one of transformers: layers below adapters have other names.
@@ -163,13 +158,13 @@ def make_plan(
         raise adapters_refused()
     cast = linear.weight
     check_layout(layout, cast)
-    shape_of = shape_of or (lambda parameter: parameter.shape)
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # of tied ones the first
-    planned = _entries(model, shape_of)
+    forms = published(model)
+    by_name = {name: form for form in forms for name in form.shapes}
     if layout == "bf16":
-        return Plan(layout, cast, planned)
+        return Plan(layout, cast, [Entry(form) for form in forms])
     linears = linear_layers(model)
-    if (why := why_not_in_fp8(model, [entry.form for entry in planned])) is not None:
+    if (why := why_not_in_fp8(model, forms)) is not None:
         raise UserError(why, remedy="--format bf16")
     # In this order: the first reason found for a layer is the one reported.
     reasons = {name: left[name] for name in linears if name in left}
@@ -188,6 +183,8 @@ def make_plan(
             reasons.setdefault(name, f"shares its weight with {names[id(layer.weight)]}")
         elif cast.granularity == "128x128" and (rows % BLOCK or columns % BLOCK):
             reasons.setdefault(name, f"{rows} x {columns} is not a multiple of {BLOCK} x {BLOCK}, which servers need")
+        elif by_name[f"{name}.weight"].parts is not None:
+            reasons.setdefault(name, IN_PARTS)
     for name in linears:
         parent, _, leaf = name.rpartition(".")
         merged = next((group for group in MERGED if leaf in group), ())
@@ -195,31 +192,19 @@ def make_plan(
         partner = next((other for other in merged if f"{parent}.{other}" in reasons), None)
         if partner is not None:
             reasons.setdefault(name, f"servers stack it with {partner}, which is in BF16")
-    experts = _experts_in_fp8(model, left, linear, layout, {entry.name: entry.form for entry in planned})
+    experts = _experts_in_fp8(model, left, linear, layout, by_name)
     in_fp8 = {f"{name}.weight" for name in linears if name not in reasons} | experts
     if not in_fp8:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise UserError(f"no layer of this model can be stored in FP8 ({why})", remedy="--format bf16")
-    planned = [replace(entry, quantized=entry.name in in_fp8) for entry in planned]
+    planned = [Entry(form, not in_fp8.isdisjoint(form.shapes)) for form in forms]
     return Plan(layout, cast, planned, _by_both_names(model, reasons | _beside_experts(model, planned, left), planned))
-
-
-def _entries(model: nn.Module, shape_of: Callable[[nn.Parameter], Sequence[int]]) -> list[Entry]:
-    buffers = stored_buffers(model)
-    shapes = {name: tuple(shape_of(parameter)) for name, parameter in model.named_parameters()}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    dtypes = {name: buffer.dtype for name, buffer in buffers.items()}  # as they are: servers keep some in FP32
-    return [
-        Entry(form, {name: shapes[name] for name in form.names}, dtype=dtypes.get(form.names[0], torch.bfloat16))
-        for form in published(model, shape_of)
-    ]
 
 
 def plan_to_serve(
     model: nn.Module,
     left: Mapping[str, str],
     linear: LinearConfig,
-    shape_of: Callable[[nn.Parameter], Sequence[int]] | None = None,
 ) -> Plan:
     """Plan the weights of a running server: in FP8 as training cast them; all in BF16 where no layout can."""
     why = linear.why_not_served
@@ -227,10 +212,10 @@ def plan_to_serve(
         layout = "fp8" if linear.weight.granularity == "128x128" else "compressed-tensors"
         # MX and NVFP4 weights, or no layer at all that could be in FP8. What else is wrong is raised below too.
         try:
-            return make_plan(model, left, linear, layout, shape_of)
+            return make_plan(model, left, linear, layout)
         except UserError as error:
             why = error.problem
-    plan = make_plan(model, left, linear, "bf16", shape_of)
+    plan = make_plan(model, left, linear, "bf16")
     warnings.warn(f"servers are given all weights in BF16: {why}", stacklevel=2)
     return plan
 
@@ -263,7 +248,7 @@ def _beside_experts(model: nn.Module, entries: Iterable[Entry], left: Mapping[st
             continue
         if entry.name in experts:
             found[module] = "experts in BF16" if entry.name in left or entry.form.matrices else IN_3D
-        elif entry.name.endswith(".weight") and len(entry.shapes[entry.name]) == 2:
+        elif entry.name.endswith(".weight") and entry.form.matrices:
             found[module] = "a router or gate"
     return found
 

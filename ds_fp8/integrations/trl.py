@@ -18,7 +18,6 @@ from ds_fp8.integrations.install import with_section
 from ds_fp8.integrations.vllm import sync_weights, transfer_config
 from ds_fp8.layers.experts.selection import experts_left
 from ds_fp8.layers.selection import unconverted
-from ds_fp8.zero.deepspeed.parameters import full_shape
 
 _originals: dict[str, Callable] = {}
 
@@ -59,7 +58,7 @@ def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
     """
     # As `served_plan`, before there is an engine.
     left = unconverted(model, fp8.linear) | experts_left(model, fp8)
-    plan = plan_to_serve(model, left, fp8.linear, full_shape)
+    plan = plan_to_serve(model, left, fp8.linear)
     in_bf16 = "leave ds_fp8.integrations.trl.install() out, and TRL sends weights in BF16"
     if plan.quantized and plan.cast.granularity == "tensor":
         raise UserError(

@@ -48,6 +48,20 @@ def test_experts_that_stay_bf16_are_said_first_and_little_fp8_is_a_warning(ranks
     assert silent == ""
 
 
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ("granitemoe", "exports and servers have the experts in BF16: folders hold them in one 3-D tensor"),
+        ("hrm_text", "exports and servers have this model in BF16 only: folders hold"),
+        ("qwen2_moe", None),
+    ],
+)
+def test_what_folders_cannot_hold_in_fp8_is_said_before_the_training(ranks, architecture, words):
+    _, text = ranks(1, printed, architecture, {"num_local_experts": 4, "num_experts": 4}, {})[0]
+    assert ("exports and servers" in text) == (words is not None)
+    assert words is None or words in text
+
+
 def test_experts_gathered_in_fp8_count_with_their_share(ranks):
     report, text = ranks(2, printed, "qwen3_moe", {**MOE, "moe_intermediate_size": 256}, {})[0]
     experts = 2 * 8 * 3 * 256 * 256

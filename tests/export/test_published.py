@@ -15,7 +15,7 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint, export_engine
 from ds_fp8.export.plan import make_plan
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.zero.deepspeed.parameters import full_shape, is_zero_parameter
+from ds_fp8.zero.deepspeed.parameters import is_zero_parameter
 from tests.export.trained import tensors
 from tests.layers.moe import mixture
 from tests.zero import models
@@ -50,7 +50,7 @@ def names_after_zero_init(folder):
         unset_hf_deepspeed_config()
     assert configuration.is_zero3()
     assert all(is_zero_parameter(parameter) for parameter in model.parameters())
-    plan = make_plan(model, {}, parse_fp8({"fp8": {}}).linear, "bf16", full_shape)
+    plan = make_plan(model, {}, parse_fp8({"fp8": {}}).linear, "bf16")
     return set(tensors(saved)), {name for entry in plan.entries for name in entry.tensors(plan)}
 
 

@@ -77,7 +77,11 @@ def losses_alone_and_shared(folder, alone, shared, cache):
         _stage(Namespace(stage=str(file), deepspeed_config=None, set=[], folder=folder, gpus=gpus))
         for file, gpus in ((alone, None), (shared, None), (shared, 2))
     ]
-    return [_loss(model, each, build_data(each.data, tokenizer), 2, "measured") for each in stages]
+    losses = [_loss(model, each, build_data(each.data, tokenizer), 2, "measured") for each in stages]
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(UserError, match="the loss is nan"):
+        _loss(model, stages[0], build_data(stages[0].data, tokenizer), 2, "measured")
+    return losses
 
 
 @pytest.mark.parametrize("budget", [None, 64])

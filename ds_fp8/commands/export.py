@@ -49,9 +49,9 @@ def main() -> int:
     from ds_fp8.export.checkpoints import export_model
 
     checkpoint, raw = _find(arguments.source)
+    known = _known(arguments.source, checkpoint, raw is not None, arguments.model)
     if arguments.deepspeed_config is not None:
         raw = read_json(config_file(arguments.deepspeed_config))
-    known = _known(arguments.source, checkpoint, arguments.model)
     of_folder = (checkpoint / "config.json").is_file() and not any(checkpoint.glob("*_states.pt"))
     if raw is None and not of_folder and arguments.format != "bf16":
         raise UserError(
@@ -128,16 +128,16 @@ def _load(folder: Path, config: PretrainedConfig, layout: str) -> PreTrainedMode
     return load_stored_model(source, config, {})
 
 
-def _known(source: Path, checkpoint: Path, model: str | None) -> _Model:
+def _known(source: Path, checkpoint: Path, of_run: bool, model: str | None) -> _Model:
     from ds_fp8.config.files import read_json
-    from ds_fp8.train.run_folder import CHECKPOINTS, CONFIG
+    from ds_fp8.train.run_folder import CONFIG
 
     run_dir = checkpoint.parent.parent
     # A finished run has its model in run_dir/model, Trainer beside or above the checkpoint.
     for folder in [Path(model)] if model else [checkpoint, run_dir / "model", source, source.parent]:
         if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
             return _read_model(folder)
-    if checkpoint.parent.name != CHECKPOINTS or not (run_dir / CONFIG).is_file() or model is not None:
+    if not of_run or model is not None:
         raise UserError(
             f"the configuration of the model in {source} is not known",
             remedy="--model FOLDER, with its config.json and tokenizer",

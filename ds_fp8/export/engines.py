@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
-from ds_fp8.export.plan import Entry, Plan, adapters_refused, make_plan, named_tensors, plan_to_serve
+from ds_fp8.export.plan import Entry, Plan, make_plan, named_tensors, plan_to_serve
 from ds_fp8.export.together import together
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
@@ -46,14 +46,6 @@ def export_engine(
     The arguments are those of `export_checkpoint`. Raises UserError on all ranks, whichever of them fails.
     """
     folder, model = Path(folder), engine.module
-    if hasattr(model, "peft_config"):
-        # A PeftModel stays one when its adapters are merged.
-        raise adapters_refused()
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            f"a {type(model).__name__} has no configuration to write", remedy="train and export a model of transformers"
-        )
-
     plan = None
 
     def check() -> None:
@@ -62,6 +54,10 @@ def export_engine(
         plan = make_plan(model, _left(engine), engine.fp8.config.linear, layout)
 
     together(check)
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"a {type(model).__name__} has no configuration to write", remedy="train and export a model of transformers"
+        )
     progress = Progress(f"export {folder.name}", len(plan.entries))
     failures: list[Exception] = []
     weights = ((entry.name, numbers) for entry, numbers in _gathered(engine, plan, failures, progress))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ds_fp8
 from ds_fp8.cli import COMMANDS, main
 from ds_fp8.commands.arguments import config_file, shipped_configs
-from ds_fp8.commands.train import _served_layout
+from ds_fp8.commands.train import _end, _served_layout
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import load_tokenizer
 from ds_fp8.train import load_stage
@@ -103,6 +103,20 @@ def test_what_is_printed_as_json_is_json_alone():
 def test_the_export_that_train_proposes_holds_the_weights(changes, model, layout):
     stage = load_stage(config_file("quickstart/cpt.json"), changes, 2)
     assert _served_layout(stage, {"model_type": "llama", "hidden_size": 256, **model}) == layout
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("infir2", "export:  ds-fp8 export {0} {0}-fp8 --format fp8"),
+        ("precise", "serve:   {0}/model in BF16: FP8 folders"),
+    ],
+)
+def test_the_end_of_a_training_says_how_to_serve(preset, words, tmp_path):
+    stage = load_stage(config_file("quickstart/cpt.json"), [f"fp8.preset={preset}", f"train.run_dir={tmp_path}"], 2)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama", "hidden_size": 256}')
+    assert _end(stage, {"final_loss": 1.0, "steps": 3})[-1].startswith(words.format(tmp_path))
 
 
 def test_an_unknown_command_names_the_nearest():

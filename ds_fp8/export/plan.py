@@ -67,7 +67,7 @@ class Entry:
 
     def stored(self, numbers: Numbers) -> dict[str, torch.Tensor | QuantizedTensor]:
         if self.form.parts is None:
-            return {self.form.stored: numbers}
+            return {self.form.stored[0]: numbers}
         if isinstance(numbers, QuantizedTensor):
             return self._experts(numbers)
         found = self.form.parts(numbers if isinstance(numbers, dict) else {self.name: numbers})
@@ -258,11 +258,11 @@ def _by_both_names(model: nn.Module, reasons: Mapping[str, str], entries: Iterab
     experts, result = set(names_of_experts(model)), dict(reasons)
     for entry in entries:
         module = entry.name.rpartition(".")[0]
-        if module in reasons and not entry.quantized:
+        for name in entry.form.stored if module in reasons and not entry.quantized else ():
             # Some models store experts as one tensor beside the router, such as Granite's input_linear.weight.
-            before, inside, _ = entry.form.stored.partition(".experts.")
+            before, inside, _ = name.partition(".experts.")
             listed = inside and entry.name in experts
-            result[f"{before}.experts" if listed else entry.form.stored.removesuffix(".weight")] = reasons[module]
+            result[f"{before}.experts" if listed else name.removesuffix(".weight")] = reasons[module]
     return result
 
 

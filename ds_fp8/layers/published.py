@@ -30,8 +30,8 @@ class Published(NamedTuple):
     """In the model, by name; several where the folder joins them."""
     dtype: torch.dtype
     """In the folder: a buffer's own, as servers keep some in FP32; BF16."""
-    stored: str
-    """Name in the folder, of the first where there are several."""
+    stored: tuple[str, ...]
+    """Names in the folder."""
     parts: Callable[[Tensors], Tensors] | None
     """Makes the folder's tensors of the model's, both by name; None: the one tensor, as it is."""
     matrices: bool
@@ -69,7 +69,7 @@ def published(model: nn.Module) -> list[Published]:
             raise _unknown(names[0], f"{stored} has more parts")
         dtype = buffers[names[0]].dtype if names[0] in buffers else torch.bfloat16
         matrices = all(part.dim() == 2 for part in made.values())
-        result.append(Published({name: shapes[name] for name in names}, dtype, stored, parts, matrices))
+        result.append(Published({name: shapes[name] for name in names}, dtype, tuple(made), parts, matrices))
     return result
 
 
@@ -78,7 +78,7 @@ def why_not_in_fp8(model: nn.Module, forms: Iterable[Published]) -> str | None:
     linears = {f"{name}.weight" for name in linear_layers(model)}
     form = next((form for form in forms if len(form.shapes) > 1 and not linears.isdisjoint(form.shapes)), None)
     how = "joined with others, which transformers reads in BF16 only"
-    return None if form is None else f"folders hold {next(iter(form.shapes))} as {form.stored}, {how}"
+    return None if form is None else f"folders hold {next(iter(form.shapes))} as {form.stored[0]}, {how}"
 
 
 def _reverted(model: nn.Module, tensors: Tensors) -> Tensors:

@@ -15,6 +15,7 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_checkpoint, export_engine
 from ds_fp8.export.plan import make_plan
 from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.published import IN_PARTS
 from ds_fp8.zero.deepspeed.parameters import is_zero_parameter
 from tests.export.trained import tensors
 from tests.layers.moe import mixture
@@ -57,6 +58,16 @@ def names_after_zero_init(folder):
 def test_a_model_born_under_zero_init_has_the_names_of_its_folder(ranks, tmp_path):
     for saved, exported in ranks(2, names_after_zero_init, tmp_path):
         assert exported == saved
+
+
+def test_a_linear_layer_that_folders_hold_in_parts_is_in_bf16_by_all_its_names():
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(tiny_config("minimax_m3_vl"), dtype=torch.bfloat16)
+    plan = make_plan(model, {}, parse_fp8({"fp8": {}}).linear, "fp8")
+    stored = "language_model.model.layers.0.block_sparse_moe.shared_experts."
+    names = {f"{stored}gate_proj", f"{stored}up_proj", "model.language_model.layers.0.mlp.shared_experts.gate_up_proj"}
+    assert {plan.left.get(name) for name in names} == {IN_PARTS}
+    assert {name for entry in plan.entries for name in entry.tensors(plan)} > {f"{stored}up_proj.weight"}
 
 
 def checkpoint_and_exports(folder):

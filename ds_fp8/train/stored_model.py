@@ -369,8 +369,9 @@ def stored_tensors(
             )
         result[name] = Codes(tensors[name], found, fitting[0])
         used.add(scales[0])
-    # What activations are cast by is no part of the model.
-    return {name: tensor for name, tensor in result.items() if name not in used and not OF_ACTIVATIONS.search(name)}
+    # What activations are cast by is no part of the model; vectors of such names are weights of some models.
+    used |= {n for n, own in tensors.items() if OF_ACTIVATIONS.search(n) and math.prod(own.get_shape()) == 1}
+    return {name: tensor for name, tensor in result.items() if name not in used}
 
 
 def _sizes(form: Form, shape: list[int]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """FP8 folders of every maker: the numbers that codes stand for, in training and evaluation, or an error with a name."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.train.served_model import load_served_model
+from ds_fp8.train.stored_model import stored_tensors
 from tests.train.test_stored_model import load as trained
 
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
@@ -220,6 +222,20 @@ def test_a_quantization_that_cannot_be_read_is_refused(text, tmp_path):
     (tmp_path / "fp8" / "hf_quant_config.json").write_text(text)
     with pytest.raises(UserError, match=r'quantised with "hf_quant_config\.json"'):
         trained(tmp_path / "fp8")
+
+
+def test_a_weight_by_the_name_of_a_scale_of_activations_is_loaded(tmp_path):
+    """As Gemma 3n's altup.correct_output_scale."""
+    stored = {
+        "a.weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn),
+        "a.weight_scale": torch.ones(()),
+        "a.input_scale": torch.ones(1),
+        "altup.correct_output_scale": torch.ones(4, dtype=torch.bfloat16),
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    with ExitStack() as opened:
+        found = stored_tensors([tmp_path / "model.safetensors"], {}, "model.path", opened)
+        assert found.keys() == {"a.weight", "altup.correct_output_scale"}
 
 
 def test_pickled_codes_are_refused(tmp_path):

@@ -191,11 +191,8 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
             names = {name for name, _ in twin.named_parameters()} | stored_buffers(twin).keys()
             found["not in the plan"] = sorted(names - whole.keys())
             read, info = auto.from_pretrained(out, dtype=torch.bfloat16, output_loading_info=True)
-            for name, own in read.named_parameters():  # transformers reads some weights in FP32
-                twin.get_parameter(name).data = twin.get_parameter(name).data.to(own.dtype)
-            expected = _logits(twin, inputs)
             found["missing"] = sorted(map(str, info["missing_keys"])) + sorted(map(str, info["unexpected_keys"]))
-            found["logits"] = bool(torch.equal(_logits(read, inputs), expected))
+            found["logits"] = _computes_as(read, twin, inputs)
             found["buffers"] = _same(stored_buffers(read), stored_buffers(engine.module))
             if layout == ("fp8" if served_plan(engine).quantized else "bf16"):
                 served = {}
@@ -207,7 +204,7 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
 
                 source = ModelSource("FOLDER", str(out))
                 again = load_stored_model(source, stored_config(source), {})
-                found["logits, own loader"] = bool(torch.equal(_logits(again, inputs), expected))
+                found["logits, own loader"] = _computes_as(again, twin, inputs)
         except UserError as error:
             said = any(error.problem in note for note in engine.fp8.report["notes"])
             found["said at the start, and refused" if said else "refused"] = _words(error)
@@ -220,6 +217,14 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
         right &= not any(found.get(key) for key in empty) and found.get("buffers", False)
         right &= all(own for key, own in found.items() if key.startswith(("logits", "served")))
     return result | ({"status": "right"} if right else {})
+
+
+def _computes_as(model: Any, twin: Any, inputs: dict[str, Any]) -> bool:
+    import torch
+
+    for name, own in model.named_parameters():  # some weights are read in FP32
+        twin.get_parameter(name).data = twin.get_parameter(name).data.to(own.dtype)
+    return bool(torch.equal(_logits(model, inputs), _logits(twin, inputs)))
 
 
 def _logits(model: Any, inputs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from typing import Any
 
 import deepspeed
@@ -20,7 +21,7 @@ from ds_fp8.config.log import logger
 from ds_fp8.graphs.conditions import by_name, text_config
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, keep_on_host, recomputed_by
 from ds_fp8.layers.experts.experts import FP8Experts
-from ds_fp8.zero.deepspeed.methods import on_destroy
+from ds_fp8.zero.deepspeed.methods import on_destroy, replace
 from ds_fp8.zero.deepspeed.parameters import full_shape, is_zero_parameter, values_here
 
 BUCKET, LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
@@ -160,3 +161,13 @@ def _without_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     asked = any(value is not None for name, value in kwargs.items() if "cache" in name or name.startswith("past_"))
     unasked = module.training and torch.is_grad_enabled() and not (args or asked)
     return args, {**kwargs, "use_cache": False} if unasked else kwargs
+
+
+def score_all_positions(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Let the loss of TRL's SFT score every position, as on devices without Triton, until engine.destroy().
+
+    With Triton it picks those that have labels by a mask, whose number a CUDA graph cannot read.
+    """
+    losses = sys.modules.get("trl.trainer.utils")
+    if "trl.trainer.sft_trainer" in sys.modules and hasattr(losses, "_use_triton"):
+        replace(engine, losses, "_use_triton", lambda device: False)

@@ -78,7 +78,8 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         schema = function._schema
-        if function in READS:
+        picks = function is torch.ops.aten.index.Tensor and any(x.dtype is torch.bool for x in _tensors(args[1]))
+        if picks or function in READS:
             raise RuntimeError(f"{schema.name} reads from the device, which a capture forbids")
         collective = schema.name.startswith("c10d::")
         for argument, value in zip(schema.arguments, args, strict=False):

@@ -278,6 +278,11 @@ def test_an_optimizer_that_is_given_is_judged_too(kind, raw, key):
     check(Configuration({**GOOD, **raw, **right}), optimizer=torch.optim.SGD(LINEAR.parameters()))
 
 
+def test_params_are_refused_under_the_name_that_the_section_gives():
+    raw = {**GOOD, **configuration("Muon", {"nesterov": True}), **zero(stage=2)}
+    assert mistakes(raw)["optimizer.params.nesterov"].problem == "Muon takes no 'nesterov'"
+
+
 def test_muon_in_stage_3_is_told_the_keys_of_both():
     raw = {**GOOD, "fp8": {}, **configuration("Muon", {"torch_adam": True})}
     remedy = mistakes(raw)["zero_optimization.reduce_scatter"].remedy

@@ -20,7 +20,6 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -113,8 +112,8 @@ class Judge:
         self._ranks: dict[int, Rank] = {}
         self._findings: dict[int, tuple[str, str]] = {}
         """By rank: what befell it, and the details. In the order in which that became known."""
-        self._strangers: dict[Callable[[], None], float] = {}
-        """What closes each connection without a token yet, oldest first, and its deadline."""
+        self._strangers: dict[socket.socket, float] = {}
+        """Connections without a token yet, oldest first, and their deadlines."""
         self._started = self._looked = self._paused = time.monotonic()
         self._phase, self._until = "watch", 0.0
         self.done = False
@@ -136,11 +135,6 @@ class Judge:
             return self._close_strangers(len(self._strangers))
         lines, number = Lines(connection.fileno()), None
 
-        def close() -> None:
-            self._selector.unregister(connection)
-            connection.close()
-            self._strangers.pop(close, None)
-
         def hear() -> None:
             nonlocal number
             if connection.fileno() < 0:  # closed since the selector named it
@@ -149,27 +143,32 @@ class Judge:
                 for message in lines.received():
                     if number is None:
                         number = self._greeted(message, lines)
-                        self._strangers.pop(close)
+                        self._strangers.pop(connection)
                     else:
                         self._note(number, message)
             except (LookupError, TypeError, ValueError):  # not a guardian's
                 lines.open = False
             if not lines.open:
-                close()
+                self._close(connection)
                 if number is not None and not self._ranks[number].gone:
                     self._ranks[number].gone = True
                     self._findings.setdefault(number, (SILENT, "the connection to its guardian was closed"))
 
         self._selector.register(connection, selectors.EVENT_READ, hear)
-        self._strangers[close] = time.monotonic() + GREETS
+        self._strangers[connection] = time.monotonic() + GREETS
         self._close_strangers(len(self._strangers) - self._about["world"] - STRANGERS)
 
     def _close_strangers(self, number: int) -> None:
         """Close the `number` oldest connections that have not shown the token, and those past their deadline."""
         now = time.monotonic()
-        for place, (close, deadline) in enumerate(list(self._strangers.items())):
+        for place, (connection, deadline) in enumerate(list(self._strangers.items())):
             if place < number or now > deadline:
-                close()
+                self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        self._strangers.pop(connection, None)
 
     def _greeted(self, message: dict[str, Any], lines: Lines) -> int:
         # Compared in constant time: anybody who reaches the port may try.
@@ -187,9 +186,8 @@ class Judge:
         if "state" in message:
             state = message["state"]
             rank.doing = str(state["doing"])
-            rank.patience, rank.silence, rank.limit, rank.stopped = (
-                float(state[key]) for key in ("patience", "silence", "limit", "stopped")
-            )
+            for key in ("patience", "silence", "limit", "stopped"):
+                setattr(rank, key, float(state[key]))
             # Ages travel and not times: clocks of hosts differ, and monotonic ones begin anywhere.
             rank.moved = now - float(state["age"])
             rank.lines.send({"alive": True})
@@ -221,8 +219,7 @@ class Judge:
         elif self._phase == "more" and (now > self._until or len(self._findings) == self._about["world"]):
             kinds = {kind for kind, _ in self._findings.values()}
             cause = next(kind for kind in CODES if kind in kinds)
-            said = escaped(self._verdict(cause))
-            if said:
+            if said := escaped(self._verdict(cause)):
                 with suppress(OSError):
                     print(f"\n{said}\n", file=sys.stderr, flush=True)
             for rank in present:
@@ -243,9 +240,8 @@ class Judge:
             if now - rank.heard > silence:
                 self._findings.setdefault(number, (SILENT, f"no message for {now - rank.heard:.0f} s"))
             elif rank.stopped > rank.limit and now - self._paused > 10 * TICK:
-                self._findings.setdefault(
-                    number, (STOPPED, f"stopped by a signal for {rank.stopped:.0f} s: limit {self._about['name']}")
-                )
+                details = f"stopped by a signal for {rank.stopped:.0f} s: limit {self._about['name']}"
+                self._findings.setdefault(number, (STOPPED, details))
         if now - self._started > (self._about["arrival"] or float("inf")):
             for number in set(range(self._about["world"])) - set(self._ranks):
                 details = f"did not arrive within {self._about['arrival']:.0f} s"
@@ -328,9 +324,8 @@ class Guardian:
         self._unsent: list[dict[str, Any]] = []
         self._moved = self._heard = self._looked = time.monotonic()
         self._reported = 0.0
-        self._stopped_since = self._ended = None
+        self._stopped_since = self._ended = self._told = None
         self._leaving = self._asked = self._over = False
-        self._told: int | None = None
         self._selector.register(0, selectors.EVENT_READ, self._obey)
         self._died: int | None = None
         if hasattr(os, "pidfd_open"):  # its end wakes this process, while it can still say how it ended
@@ -340,16 +335,14 @@ class Guardian:
 
     def run(self) -> None:
         """Return once the rank is gone, and for rank 0 once all are."""
-        while not (self._over and (self._judge is None or self._judge.done or self._judge_is_alone())):
+        while not (self._over and (self._judge is None or self._judge.done)):
             for key, _ in self._selector.select(TICK):
                 key.data()
             self._look()
             if self._judge is not None:
                 self._judge.look()
-
-    def _judge_is_alone(self) -> bool:
-        """Return whether rank 0 has ended and no other rank is there to be judged."""
-        return time.monotonic() - self._ended > FAREWELL and not self._judge.present
+                if self._over and time.monotonic() - self._ended > FAREWELL and not self._judge.present:
+                    return  # no other rank is there to be judged
 
     def _obey(self) -> None:
         for message in self._rank.received():
@@ -380,14 +373,12 @@ class Guardian:
         try:
             self._socket = socket.create_connection((host, port), timeout=self._about["silence"])
         except OSError as error:
-            self._give_up(f"the guardian of rank 0 cannot be reached at {host}:{port} ({error})")
-            return
+            return self._give_up(f"the guardian of rank 0 cannot be reached at {host}:{port} ({error})")
         self._link, self._heard = Lines(self._socket.fileno()), time.monotonic()
         self._selector.register(self._socket, selectors.EVENT_READ, self._hear)
         self._link.send({"rank": self._about["rank"], "host": self._about["host"], "token": token})
-        unsent, self._unsent = self._unsent, []
-        for message in unsent:
-            self._report(message)
+        for message in self._unsent:
+            self._link.send(message)
 
     def _hear(self) -> None:
         for message in self._link.received():
@@ -432,7 +423,7 @@ class Guardian:
                 self._rank.send({"stop": True})
 
     def _report_state(self, now: float) -> None:
-        stopped = _state(self._about["pid"]) == "T"
+        stopped = _stat(self._about["pid"])[:1] == ["T"]
         self._stopped_since = (self._stopped_since or now) if stopped else None
         if stopped:
             self._moved = now  # what it is stopped for has a limit of its own
@@ -486,10 +477,6 @@ def _stat(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _state(pid: int) -> str:
-    return (_stat(pid) or [""])[0]
 
 
 def _zombie(pid: int) -> int | None:

@@ -117,18 +117,13 @@ class Configuration:
             return [_explain(error, mistake, section).located(self.file) for mistake in error.errors()]
         words = clipped(str(error) or type(error).__name__)
         section = section or next((key for key in sorted(self.values) if key in words), "")
-        if isinstance(error, (AttributeError, TypeError)) and section:  # Python's words alone say little
-            words = f'"{section}" cannot be {shown(self.values.get(section))} ({words})'
         # The key itself, where DeepSpeed names it: the first one in its sentence.
         named = [key for key in section_of(self.values, section) if key in words and key != "enabled"]
-        return [
-            UserError(
-                f"DeepSpeed refuses the configuration: {words}",
-                key=".".join(filter(None, [section, min(named, key=words.index, default="")])),
-                file=self.file,
-                remedy="change or remove the key that DeepSpeed names",
-            )
-        ]
+        key = ".".join(filter(None, [section, min(named, key=words.index, default="")]))
+        if isinstance(error, (AttributeError, TypeError)) and section:  # Python's words alone say little
+            words = f'"{section}" cannot be {shown(self.values.get(section))} ({words})'
+        problem, remedy = f"DeepSpeed refuses the configuration: {words}", "change or remove the key that it names"
+        return [UserError(problem, key=key, file=self.file, remedy=remedy)]
 
     @property
     def stage(self) -> int:

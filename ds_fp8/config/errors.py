@@ -110,9 +110,8 @@ def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoRe
     return refuse
 
 
-_ROOM = "make room there, or choose another place"
 _OF_ANYTHING = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or choose another place"),
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
@@ -132,8 +131,8 @@ def as_user_error(error: Exception) -> UserError | None:
     if not remedy and not (isinstance(error, OSError) and error.errno in _OF_A_PATH and error.filename is not None):
         return None
     named = isinstance(error.filename, (str, bytes, os.PathLike))
-    remedy = remedy or "check the path, its rights and its disk"
-    return UserError(os.strerror(error.errno), file=os.fsdecode(error.filename) if named else None, remedy=remedy)
+    file = os.fsdecode(error.filename) if named else None
+    return UserError(os.strerror(error.errno), file=file, remedy=remedy or "check the path, its rights and its disk")
 
 
 def show_without_traceback() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import product
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +50,7 @@ class Chat(NamedTuple):
     """A conversation as a file has it."""
 
     messages: list[Message]
-    arguments: Mapping[str, Any] = MappingProxyType({})
+    arguments: Mapping[str, Any] = {}
     """What the template gets beside them: "tools", "documents", and what the row's "chat_template_kwargs" name."""
     where: str = "a trial"
     """Its row and file."""
@@ -102,7 +101,7 @@ def tokenize_chats(tokenizer: PreTrainedTokenizerBase, conversations: list[Chat]
             # A token that begins before the turn and reaches into it (a space and the first word) belongs to it.
             learnt |= (stops > start) & (starts < stop)
         last = conversations[index].messages[-1]
-        is_judged = last["role"] == "assistant" and _weight(last)
+        is_judged = last["role"] == "assistant" and last.get("weight", 1)
         ends = not is_judged or (learnt.any() and stops[learnt].max() >= len(text.rstrip()))
         found.append(Tokenized(ids, np.where(learnt, ids, IGNORED).tolist(), bool(ends)))
     return found
@@ -157,7 +156,7 @@ def _named(template: str) -> str:
 def _marked_turns(render: Render, messages: list[Message]) -> Turns:
     """Find assistant turns by the marks of the template."""
     text, turns = render(messages)
-    silent = [index for index, message in enumerate(messages) if not _weight(message)]
+    silent = [index for index, message in enumerate(messages) if not message.get("weight", 1)]
     # Marks are counted, since a turn may have several of them, or none.
     marks = {index: len(render(messages[:index])[1]) if index else 0 for n in silent for index in (n, n + 1)}
     gone = {mark for index in silent for mark in range(marks[index], marks[index + 1])}
@@ -168,7 +167,7 @@ def _turns_by_prefixes(render: Render, messages: list[Message]) -> Turns:
     """Find assistant turns: one is the text that the conversation up to it has more than the prompt for it."""
     text, turns, close = render(messages)[0], [], None
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or not _weight(message):
+        if message["role"] != "assistant" or not message.get("weight", 1):
             continue
         if index == 0:
             raise UserError(
@@ -226,10 +225,6 @@ def _render(
 @lru_cache(maxsize=8)
 def _is_marked(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-
-
-def _weight(message: Message) -> bool:
-    return bool(message.get("weight", 1))
 
 
 def _as_read(tokenizer: PreTrainedTokenizerBase, template: str, message: Message) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -19,11 +19,17 @@ from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.data.chat import MAX_CHARACTERS, RESERVED, Chat, Message, check_text
 from ds_fp8.data.config import DataConfig
 
-Text = str
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+ACCESS = "make accessible what is named; the folder of Hugging Face's caches is HF_HOME"
+REMEDIES = {
+    "zstd not supported": "pip install zstandard",
+    "Couldn't cast": "give all rows the same columns, with values of one kind: what is first read decides for all",
+    "Permission denied": ACCESS,
+    "Read-only": ACCESS,
+}
+"""What to do, by words of a reader's error."""
 FORMS = ("completion", "conversations", "instruction", "chosen")
 """Columns of other forms of chats: TRL's prompt and completion, ShareGPT, Alpaca, pairs of preference."""
 UNREAD = ("tool_defs", "functions", "function_call", "system", "system_prompt", "enable_thinking", "thinking")
@@ -36,18 +42,15 @@ ELSE = 'write it as "tools", "tool_calls", "chat_template_kwargs", the first mes
 ELSE += ": docs/configuration.md, Chats"
 
 
-def read_examples(config: DataConfig) -> Iterator[Text | Chat]:
-    """Yield the examples of one source in order: texts for format "documents", lists of messages for "chat".
+def read_examples(config: DataConfig) -> Iterator[str | Chat]:
+    """Yield the examples of one source in order: texts for format "documents", Chats for "chat".
 
     Empty texts are left out. Raises UserError for a source that cannot be read and for malformed rows.
     """
     chat = config.format == "chat"
     name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
     check = _checked_chat if chat else _checked_text
-    table = _load(config.path)
-    # A table gives every message, tool and call all keys that any of them has: without nulls.
-    clean = _without_none if isinstance(table, datasets.IterableDataset) else lambda value: value
-    for number, row in enumerate(_rows(table, config.path), 1):
+    for number, row in enumerate(_rows(config.path), 1):
         where = f"row {number} of {config.path}"
         if name not in row:
             columns = ", ".join(row)
@@ -56,7 +59,7 @@ def read_examples(config: DataConfig) -> Iterator[Text | Chat]:
                 remedy = f'write [{{"role": "user", "content": ...}}, {{"role": "assistant", ...}}] for {columns}: '
                 remedy += "docs/configuration.md, Chats, says how"
             raise UserError(f'{where if number > 1 else config.path} has no column "{name}"', key=key, remedy=remedy)
-        if example := check(row, where, config, clean):
+        if example := check(row, where, config):
             yield example
 
 
@@ -101,42 +104,31 @@ def _json_rows(files: list[Path]) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _load(path: str) -> Iterable[dict[str, Any]]:
-    local = Path(path).expanduser()
-    if local.exists():
-        files = _files(local)
-        kind = LOADERS[_ending(files[0])]
-        # A file without a byte has no schema, and another's examples do not depend on it.
-        files = [file for file in files if file.stat().st_size]
-        if not files:
-            raise empty(path)
-        if kind == "json":
-            return _json_rows(files)
-        # A blank line parts documents in a text file; by lines, the default, each line would be one.
-        options = {"sample_by": "paragraph"} if kind == "text" else {}
-        # Escaped: datasets takes names for patterns, and "part[1].jsonl" would match no file, or another.
-        name, subset, options = kind, None, {"data_files": [glob.escape(str(file)) for file in files], **options}
-    # What looks like a path is not asked for on the hub: the error should be about the file.
-    elif _ending(local) in LOADERS or path.startswith(("/", "./", "../", "~")):
-        raise UserError(f"{path} does not exist", key="data.path", remedy="give the path of existing data")
-    else:
+def _rows(path: str) -> Iterator[dict[str, Any]]:
+    # Only the reading is explained: an error of the caller, between two rows, is not the source's.
+    with _explained(path):
+        local, options = Path(path).expanduser(), {}
         name, _, subset = path.partition(":")
-        options = {}
-    with _explained(path):
+        if local.exists():
+            files = _files(local)
+            # A file without a byte has no schema, and another's examples do not depend on it.
+            name, subset, files = LOADERS[_ending(files[0])], "", [file for file in files if file.stat().st_size]
+            if not files:
+                raise empty(path)
+            if name == "json":
+                yield from _json_rows(files)
+                return
+            # Escaped: datasets takes names for patterns, and "part[1].jsonl" would match no file, or another.
+            options = {"data_files": [glob.escape(str(file)) for file in files]}
+            # A blank line parts documents in a text file; by lines, the default, each line would be one.
+            options |= {"sample_by": "paragraph"} if name == "text" else {}
+        # What looks like a path is not asked for on the hub: the error should be about the file.
+        elif _ending(local) in LOADERS or path.startswith(("/", "./", "../", "~")):
+            raise UserError(f"{path} does not exist", key="data.path", remedy="give the path of existing data")
         # Streamed: nothing is converted or cached.
-        return datasets.load_dataset(name, subset or None, split="train", streaming=True, **options)
-
-
-def _rows(table: Iterable[dict[str, Any]], path: str) -> Iterator[dict[str, Any]]:
-    with _explained(path):
-        rows = iter(table)
-    while True:
-        with _explained(path):
-            # Only the reading is explained: an error of the caller, between two rows, is not the source's.
-            row = next(rows, None)
-        if row is None:
-            return
-        yield row
+        for row in datasets.load_dataset(name, subset or None, split="train", streaming=True, **options):
+            # A table gives every message, tool and call all keys that any of them has: without nulls.
+            yield {column: _without_none(value) for column, value in row.items()}
 
 
 @contextmanager
@@ -149,31 +141,16 @@ def _explained(path: str) -> Iterator[None]:
     except StopIteration:  # how datasets greets a .json file without a row
         raise empty(path) from None
     except Exception as error:  # every decompressor and parser fails in its own way at damaged data
-        reason = first_line(error.__cause__ or error)
+        reason, local = first_line(error.__cause__ or error), Path(path).expanduser()
         if isinstance(error, MemoryError):
-            raise UserError(
-                f"a row of {path} does not fit into memory", key="data.path", remedy="give shorter rows, one a line"
-            ) from None
-        if Path(path).expanduser().exists():
-            kind = LOADERS[_ending(_files(Path(path).expanduser())[0])]
-            raise UserError(
-                f"{path} cannot be read as {kind} data ({reason})", key="data.path", remedy=_remedy(reason)
-            ) from None
-        raise UserError(
-            f"{path} is neither a local file nor a Hugging Face dataset that can be reached ({reason})",
-            key="data.path",
-            remedy='give an existing file, or a datasets name ("owner/name" or "owner/name:subset")',
-        ) from None
-
-
-def _remedy(reason: str) -> str:
-    if "zstd not supported" in reason:
-        return "pip install zstandard"
-    if "Couldn't cast" in reason:
-        return "give all rows the same columns, with values of one kind: what is first read decides for all"
-    if "Permission denied" in reason or "Read-only" in reason:
-        return "make accessible what is named; the folder of Hugging Face's caches is HF_HOME"
-    return "repair the file"
+            problem, remedy = f"a row of {path} does not fit into memory", "give shorter rows, one a line"
+        elif local.exists():
+            problem = f"{path} cannot be read as {LOADERS[_ending(_files(local)[0])]} data ({reason})"
+            remedy = next((remedy for words, remedy in REMEDIES.items() if words in reason), "repair the file")
+        else:
+            problem = f"{path} is neither a local file nor a Hugging Face dataset that can be reached ({reason})"
+            remedy = 'give an existing file, or a datasets name ("owner/name" or "owner/name:subset")'
+        raise UserError(problem, key="data.path", remedy=remedy) from None
 
 
 def _ending(file: Path) -> str:
@@ -208,7 +185,7 @@ def _inside(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names)
 
 
-def _checked_text(row: dict[str, Any], where: str, config: DataConfig, clean: Callable) -> str:
+def _checked_text(row: dict[str, Any], where: str, config: DataConfig) -> str:
     text = row[config.text_key]
     if text is None or (isinstance(text, str) and not text.strip()):
         return ""
@@ -222,7 +199,7 @@ def _checked_text(row: dict[str, Any], where: str, config: DataConfig, clean: Ca
     return text
 
 
-def _checked_chat(row: dict[str, Any], where: str, config: DataConfig, clean: Callable[[Any], Any]) -> Chat:
+def _checked_chat(row: dict[str, Any], where: str, config: DataConfig) -> Chat:
     def malformed(problem: str, column: str = config.messages_key, remedy: str = "") -> UserError:
         form = f'give a list of {{"role": ..., "content": text}}, roles {", ".join(ROLES)}, with an assistant turn'
         return UserError(f'"{column}" of {where} {problem}', key="data.path", remedy=remedy or form)
@@ -231,7 +208,7 @@ def _checked_chat(row: dict[str, Any], where: str, config: DataConfig, clean: Ca
         raise malformed("is not read", column, ELSE)
     given = {}
     for column in ("tools", "documents", "chat_template_kwargs"):
-        value = clean(row.get(column))
+        value = row.get(column)
         with suppress(ValueError, RecursionError):  # text that is no JSON remains text, and is refused
             value = json.loads(value or "null") if isinstance(value, str) else value
         if value is not None and not _are_objects([value] if column == "chat_template_kwargs" else value):
@@ -241,7 +218,7 @@ def _checked_chat(row: dict[str, Any], where: str, config: DataConfig, clean: Ca
     if own := sorted(RESERVED & variables.keys()):
         raise malformed(f'has "{own[0]}", which is no variable of a template', "chat_template_kwargs", "leave it out")
     arguments = {column: value for column, value in given.items() if value is not None} | variables
-    return Chat(_checked_messages(clean(row[config.messages_key]), malformed), arguments, where)
+    return Chat(_checked_messages(row[config.messages_key], malformed), arguments, where)
 
 
 def _checked_messages(messages: Any, malformed: Callable[..., UserError]) -> list[Message]:

@@ -23,6 +23,7 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of a tokenizer that is all that its tokenizer.json says."""
 
 HUGE_ID = re.compile(rb'(?<!\\)(?<!max_length)(?<!per_word)":\s*[1-9]\d{8}')
+"""A number of nine digits that is neither inside a token nor a length: tokenizers would make room for all before it."""
 
 
 def build_tokenizer(config: DataConfig) -> PreTrainedTokenizerBase:

@@ -43,7 +43,7 @@ AUTO = "auto"
 """Value that Trainer and Accelerate replace by one of their own."""
 _OF_DEVICE_MESHES = ("sequence_parallel_size", "data_parallel_size")
 """Keys that DeepSpeed looks up among running ranks alone."""
-_WORDS_FOR_BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
+_WORDS_FOR_BOOLEANS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
 _NOT_BOOLEAN = (*OWN_SECTIONS[1:], "wandb", "tensorboard", "csv_monitor", "comet")
 """Sections with texts of the user's: names, paths."""
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
@@ -73,7 +73,7 @@ def check(configuration: Configuration, *, optimizer: Any = None, scheduler_give
     def refuse(key: str, problem: str, remedy: str) -> None:
         mistakes.append(UserError(problem, key=key, file=configuration.file, remedy=remedy))
 
-    fp8 = None
+    fp8 = parsed = None
     try:
         fp8 = configuration.fp8
     except UserError as error:
@@ -93,7 +93,7 @@ def check(configuration: Configuration, *, optimizer: Any = None, scheduler_give
         except UserError as error:
             mistakes.append(error.located(configuration.file))
     if optimizer is None and configuration.has_optimizer:
-        _check_optimizer(filled, refuse, mistakes)
+        _check_optimizer(filled, parsed, refuse, mistakes)
     if isinstance(optimizer, torch.optim.Optimizer) and not mistakes and not uses_own_optimizer(filled, optimizer):
         _check_stepped(filled, type(optimizer).__name__, type(optimizer), True, refuse)
     if not scheduler_given and "scheduler" in configuration.values:
@@ -124,8 +124,7 @@ def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
     if "bf16" in values and "bfloat16" in values:
         refuse("bfloat16", '"bfloat16" is another name of "bf16", and both are given', 'remove "bfloat16"')
     for key, word in flat({key: value for key, value in values.items() if key not in _NOT_BOOLEAN}):
-        if isinstance(word, str) and word.lower() in _WORDS_FOR_BOOLEANS:
-            boolean = str(_WORDS_FOR_BOOLEANS[word.lower()]).lower()
+        if isinstance(word, str) and (boolean := _WORDS_FOR_BOOLEANS.get(word.lower())):
             refuse(key, f"{key} is the text {shown(word)}, not true or false", f"{boolean}, without quotation marks")
 
 
@@ -264,7 +263,7 @@ def _check_compressed_state(configuration: Configuration, refuse: Refuse) -> Non
         refuse(f"{section}.super_offload", problem, f'"super_offload": false, {fp32}')
 
 
-def _check_optimizer(configuration: Configuration, refuse: Refuse, mistakes: list[UserError]) -> None:
+def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, mistakes: list[UserError]) -> None:
     """Refuse an "optimizer" section that DeepSpeed cannot make an optimizer of, or ZeRO cannot step."""
     section = configuration.given("optimizer")
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
@@ -276,9 +275,7 @@ def _check_optimizer(configuration: Configuration, refuse: Refuse, mistakes: lis
         return
     before = len(mistakes)
     _check_numbers(params, refuse)
-    try:
-        configuration.deepspeed  # noqa: B018
-    except UserError:
+    if parsed is None:
         return  # refused already
     if uses_own_optimizer(configuration):
         try:
@@ -300,7 +297,7 @@ def _check_optimizer(configuration: Configuration, refuse: Refuse, mistakes: lis
         refuse("optimizer.type", f"unknown optimizer {shown(name)}", nearest(name, known, "Known optimizers"))
         return
     _check_stepped(configuration, name, kind, False, refuse)
-    wrong = kind is None or _check_call(kind, params, "optimizer.params", refuse)
+    wrong = kind is None or _check_call(name, kind, params, "optimizer.params", refuse)
     if not wrong and registry.OPTIMIZERS.knows(lower):
         try:
             kind([nn.Parameter(torch.ones(1))], **params)  # which says itself what is out of range
@@ -379,9 +376,7 @@ def _check_scheduler(section: Any, refuse: Refuse) -> None:
     kind = section.get("type") if isinstance(section, Mapping) else None
     if kind is None and isinstance(section, Mapping) and not section.get("params"):
         return  # DeepSpeed makes none
-    of_torch = {
-        key for key in vars(torch.optim.lr_scheduler) if isinstance(getattr(torch.optim.lr_scheduler, key), type)
-    }
+    of_torch = {key for key, entry in vars(torch.optim.lr_scheduler).items() if isinstance(entry, type)}
     known = {*lr_schedules.VALID_LR_SCHEDULES, *of_torch}
     if not isinstance(kind, str) or kind not in known:
         remedy = nearest(str(kind), lr_schedules.VALID_LR_SCHEDULES, "DeepSpeed has")
@@ -394,7 +389,7 @@ def _check_scheduler(section: Any, refuse: Refuse) -> None:
     scheduler = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind)
     # A list has one value for each parameter group, and those are not known yet.
     partial = AUTO in params.values() or any(isinstance(value, list) for value in params.values())
-    wrong = _check_call(scheduler, params, "scheduler.params", refuse, required=AUTO not in params.values())
+    wrong = _check_call(kind, scheduler, params, "scheduler.params", refuse, required=AUTO not in params.values())
     if not wrong and not partial:
         optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
         try:
@@ -404,20 +399,19 @@ def _check_scheduler(section: Any, refuse: Refuse) -> None:
             refuse("scheduler.params", f"the params are refused: {words}", "change or remove the value")
 
 
-def _check_call(kind: type, arguments: Mapping[str, Any], key: str, refuse: Refuse, required: bool = False) -> bool:
+def _check_call(name: str, kind: Any, given: Mapping, key: str, refuse: Refuse, required: bool = False) -> bool:
     """Refuse arguments that a class does not take, or lacks where they are `required`; return whether there are any."""
     skipped = ("self", "params", "model_params", "optimizer")
-    taken = {name: part for name, part in inspect.signature(kind).parameters.items() if name not in skipped}
+    taken = {word: part for word, part in inspect.signature(kind).parameters.items() if word not in skipped}
     if any(part.kind is part.VAR_KEYWORD for part in taken.values()):
         return False
-    unknown = [name for name in arguments if name not in taken]
-    for name in unknown:
-        refuse(f"{key}.{clipped(name)}", f"{kind.__name__} takes no {shown(name)}", nearest(name, taken, "It takes"))
-    missing = [
-        name for name, part in taken.items() if required and part.default is part.empty and name not in arguments
-    ]
-    for name in missing:
-        refuse(f"{key}.{name}", f"{kind.__name__} needs {name}", f'"params": {{"{name}": ...}}')
+    unknown = [word for word in given if word not in taken]
+    for word in unknown:
+        refuse(f"{key}.{clipped(word)}", f"{name} takes no {shown(word)}", nearest(word, taken, "It takes"))
+    needed = [word for word, part in taken.items() if required and part.default is part.empty]
+    missing = [word for word in needed if word not in given]
+    for word in missing:
+        refuse(f"{key}.{word}", f"{name} needs {word}", f'"params": {{"{word}": ...}}')
     return bool(unknown or missing)
 
 

@@ -137,17 +137,17 @@ class FP8State:
             ) from error
 
     def _load(self, state: Mapping[str, Any] | None) -> None:
-        saved = (state or {}).get("preset", self.config.preset)
-        if self.preset_reason is not None and saved != self.config.preset:
+        saved, own = (state or {}).get("preset", self.config.preset), self.config.preset
+        there, here = json.dumps(saved), json.dumps(own)
+        if self.preset_reason is not None and saved != own:
             # Kept as it was: the conversion cannot be taken back now.
             raise UserError(
-                f"the checkpoint was trained with preset {json.dumps(saved)}, and this engine has "
-                f"{json.dumps(self.config.preset)}, because its configuration names none and {self.preset_reason}",
+                f"the checkpoint was trained with preset {there}, and this engine has {here}, because its "
+                f"configuration names none and {self.preset_reason}",
                 key="fp8.preset",
-                remedy=f'"fp8": {{"preset": {json.dumps(saved)}}}',
+                remedy=f'"fp8": {{"preset": {there}}}',
             )
-        if saved != self.config.preset:
-            there, here = json.dumps(saved), json.dumps(self.config.preset)
+        if saved != own:
             self.health.say(f"the checkpoint was trained with preset {there}, and goes on with {here}")
         if not state:
             self.health.say("the checkpoint has no FP8 state: gradient scales and counters are reset")

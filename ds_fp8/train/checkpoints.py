@@ -219,8 +219,7 @@ def save_file(state: Any, file: Path, rank: int) -> SavedFile:
         # The rename of the folder must not reach the disk before the content does.
         os.fsync(raw.fileno())
         # Clean pages are dropped: the next reading shows what the disk holds.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(raw.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return SavedFile(stream.bytes, stream.hash.hexdigest(), rank)
 
 

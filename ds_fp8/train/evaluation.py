@@ -131,17 +131,13 @@ def exact_match(
         # Cut to this rank's own questions: repeated ones were generated so that all ranks gather as often.
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
         # Together: what is refused of one rank's answers, a search without end, ends all ranks.
-        found = together(lambda pairs=pairs: [extract_answer(pattern, text) for _, text in pairs])[rank]
-        for (question, text), answer in zip(pairs, found, strict=True):
-            correct = answer == question.answer
-            right += correct
-            if len(samples) < MAX_SAMPLES:
-                prompt = tokenizer.decode(question.prompt, skip_special_tokens=True)
-                samples.append(Sample(prompt, text, question.answer, correct))
+        found = together(lambda pairs=pairs: [extract_answer(pattern, text) == one.answer for one, text in pairs])
+        right += sum(map(sum, found))
+        for (question, text), correct in list(zip(pairs, found[rank], strict=True))[: MAX_SAMPLES - len(samples)]:
+            prompt = tokenizer.decode(question.prompt, skip_special_tokens=True)
+            samples.append(Sample(prompt, text, question.answer, correct))
     engine.train()
-    total = torch.tensor([right], dtype=torch.int64, device=engine.device)
-    dist.all_reduce(total)
-    return Answers(total.item() / len(questions), samples)
+    return Answers(right / len(questions), samples)
 
 
 def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

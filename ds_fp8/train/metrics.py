@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import math
-import resource
 import sys
 import time
 from collections import deque
@@ -196,18 +195,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory this process had so far: allocated on the accelerator, or resident on a CPU."""
     if device.type != "cpu":
         return get_accelerator().max_memory_allocated() + allocated_bytes()
-    with contextlib.suppress(OSError):
-        # Not getrusage: its peak begins at what the process that started this one held.
-        return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # Not getrusage: its peak begins at what the process that started this one held.
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
 def begin_peak_memory() -> int:
-    """On a CPU let peak_memory_bytes count from now on, and return what the process holds beside its tensors; else 0.
-
-    Only Linux lets a process forget its peak: elsewhere that of its start stays in.
-    """
+    """On a CPU let peak_memory_bytes begin anew, and return what the process holds beside its tensors; else 0."""
     if get_accelerator().device_name() != "cpu":
         return 0
     with contextlib.suppress(OSError):

@@ -192,6 +192,13 @@ def test_a_section_without_a_value_is_named_beside_deepspeeds_words(key):
     assert f'"{key}" cannot be None' in mistakes({**GOOD, "fp8": {}, key: None})[key].problem
 
 
+def test_a_key_that_is_only_in_the_shown_value_is_not_named():
+    section = {"enabled": True, "data_sampling": {"enabled": False}, "data_routing": 5}
+    found = mistakes({**GOOD, "data_efficiency": section})
+    assert found.keys() == {"data_efficiency"}
+    assert "no attribute" in found["data_efficiency"].problem
+
+
 def test_all_mistakes_are_told_at_once():
     raw = {**GOOD, "fp8": {}, "gradient_cliping": 1, **adamw(wd=1), **scheduler("NoSuch"), **zero(stage=2)}
     found = mistakes(raw)
@@ -276,6 +283,11 @@ def test_an_optimizer_that_is_given_is_judged_too(kind, raw, key):
     assert mistakes({**GOOD, **raw}, optimizer=optimizer).keys() == {key}
     right = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     check(Configuration({**GOOD, **raw, **right}), optimizer=torch.optim.SGD(LINEAR.parameters()))
+
+
+def test_params_are_refused_under_the_name_that_the_section_gives():
+    raw = {**GOOD, **configuration("Muon", {"nesterov": True}), **zero(stage=2)}
+    assert mistakes(raw)["optimizer.params.nesterov"].problem == "Muon takes no 'nesterov'"
 
 
 def test_muon_in_stage_3_is_told_the_keys_of_both():

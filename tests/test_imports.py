@@ -37,7 +37,7 @@ CONFIGURATION = {
     "ds_fp8/layers/attention/sequence_parallel.py": {"deepspeed.runtime.sequence_parallel.ulysses_sp"},
     "ds_fp8/engine/initialize.py": {"deepspeed.runtime.zero.utils"},
     "ds_fp8/engine/preflight.py": {
-        *("deepspeed.ops", "deepspeed.ops.adagrad", "deepspeed.ops.adam", "deepspeed.ops.lion"),
+        *("deepspeed.ops", "deepspeed.ops.adagrad", "deepspeed.ops.adam", "deepspeed.ops.lamb", "deepspeed.ops.lion"),
         *("deepspeed.runtime", "deepspeed.runtime.lr_schedules", "deepspeed.runtime.zero.utils"),
     },
 }

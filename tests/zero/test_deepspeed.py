@@ -13,6 +13,7 @@ from collections import deque
 from pathlib import Path
 
 import deepspeed
+import numpy
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
@@ -29,6 +30,7 @@ INSIDE = ROOM.parents[1] / "layers" / "attention" / "sequence_parallel.py"
 TORCH = (torch, torch.cuda, torch.cuda.Stream, torch.distributed, torch.nn, torch.nn.Module(), torch.nn.Parameter())
 TORCH += (torch.optim, torch.serialization)
 PYTHON = (dict, list, set, str, deque, re, ast, os, pickle, copyreg, Path, contextlib, contextlib.ExitStack, functools)
+PYTHON += (numpy,)
 OTHERS = {name for owner in (*TORCH, *PYTHON) for name in dir(owner)} | {
     "WORLD",
     "group",

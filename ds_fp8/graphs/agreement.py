@@ -197,7 +197,7 @@ class GraphChecks:
         before: ForwardState,
     ) -> list[float]:
         """Return how far apart the outputs of replays of one batch are, now and at earlier checks."""
-        after = ForwardState(self._module, self._device)
+        after = self.state()
         # Python's forward may have left gathers in flight; the replay reads shards on its own streams right away.
         self._micro_step.wait_for_sides()
         spread = self._spread.get(signature) or [0.0] * len(first)
@@ -205,7 +205,7 @@ class GraphChecks:
             before.restore()
             graph.launch_forward(batch)
             # The largest distance over all checks so far: a spread seen once may be seen again.
-            spread = list(map(max, spread, distances(graph.copies(), first)))
+            spread = list(map(max, spread, map(_distance, graph.copies(), first)))
         # Training goes on behind Python's forward, whose backward may draw random numbers of its own (recomputation).
         after.restore()
         return spread
@@ -226,10 +226,6 @@ def within(ours: Sequence[Any], theirs: Sequence[Any], spread: Sequence[float]) 
         return False
     triples = zip(ours, theirs, spread, strict=True)
     return all(_same(a, b) or _distance(a, b) <= SPREAD_FACTOR * apart for a, b, apart in triples)
-
-
-def distances(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:
-    return [_distance(a, b) for a, b in zip(ours, theirs, strict=True)]
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:

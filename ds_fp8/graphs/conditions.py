@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, recomputed_by
@@ -64,17 +65,10 @@ def code_of_others(module: nn.Module) -> str | None:
         forward = vars(part).get("forward")
         if forward is not None and _package(forward) not in KNOWN_PACKAGES:
             return f"{where} has a forward of {_module_of(forward)}"
-    attention = _attention_function(text_config(getattr(module, "config", None)))
+    attention = ALL_ATTENTION_FUNCTIONS.get(_attention_of(module))
     if attention is not None and _package(attention) not in KNOWN_PACKAGES:
         return f"attention is a function of {_module_of(attention)}"
     return None
-
-
-def _attention_function(config: Any) -> object | None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    name = getattr(config, "_attn_implementation", None)
-    return ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
 
 
 class PythonState:
@@ -275,14 +269,15 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
         The number of documents of packed rows, or 0 where every row is one sequence; and the reason, or None.
     """
     mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
+    implementation = _attention_of(module)
+    place = place_of_slices(implementation)
     if mask is not None and not documents.whole(mask):
         # These two take a mask of tokens x tokens, which a graph makes of any padding, as Python does.
-        if _attention_of(module) in ("sdpa", "eager"):
+        if place is None and implementation in ("sdpa", "eager"):
             return 0, None
         return 0, "rows are padded, so that attention's work differs from batch to batch"
     if positions is None:
         return 0, None
-    place = place_of_slices(_attention_of(module))
     if place is not None:
         # Documents of whole rows are not known here: which there are decides between kernels, on the host.
         if documents.first_of_run(positions) != place * positions.shape[-1]:
@@ -297,7 +292,6 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
         return 0, "rows hold several documents, and tokens several positions"
     if mask is not None:
         return 0, "rows hold several documents, and a mask says that they are one"
-    implementation = _attention_of(module)
     if rows_stay_in_bf16(module, positions.shape[-1]):
         implementation = (implementation or "").removeprefix(PREFIX)
     if implementation != PACKED:

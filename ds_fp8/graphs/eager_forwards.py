@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,28 +14,30 @@ from ds_fp8.graphs.capture import random_numbers_drawn
 from ds_fp8.graphs.conditions import PythonState
 
 
-class _Alias(torch.autograd.Function):
-    """An output under a node of its own: hooks of a view would be lost once the caller changes it in place."""
-
-    @staticmethod
-    def forward(ctx, output: torch.Tensor) -> torch.Tensor:
-        return output.detach()  # and not the output itself, of which autograd makes a view
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 class _Forward:
     """Lives as long as its output, or until the output's backward."""
 
     def __init__(self, used: set[int]):
-        self._used = used
+        self.used = used
         self.done = False
 
-    def gradient_arrives(self, place: int, gradient: torch.Tensor) -> None:
-        self._used.add(place)
-        self.done = True
+
+class _Output(torch.autograd.Function):
+    """An output at a place, whose gradient is noted: hooks would be lost where it is a view, and changed in place.
+
+    Its node holds the forward, which lives as long as a backward through this output is possible.
+    """
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, forward: _Forward, place: int) -> torch.Tensor:
+        ctx.of, ctx.place = forward, place
+        return output.detach()  # and not the output itself, of which autograd makes a view
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        ctx.of.used.add(ctx.place)
+        ctx.of.done = True
+        return gradient, None, None
 
 
 class EagerForwards:
@@ -91,12 +92,9 @@ class EagerForwards:
         """
         forward = _Forward(self._used.setdefault(signature, set()))
         leaves, structure = tree_flatten(output)
-        places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
-        for place in places:
-            leaves[place] = _Alias.apply(leaves[place])
-            # The hook holds `forward`, and the output's autograd node holds the hook: the forward lives as long as a
-            # backward through this output is possible.
-            leaves[place].register_hook(functools.partial(forward.gradient_arrives, place))
+        for place, leaf in enumerate(leaves):
+            if torch.is_tensor(leaf) and leaf.requires_grad:
+                leaves[place] = _Output.apply(leaf, forward, place)
         self._forwards = [*self._pending(), weakref.ref(forward)]
         return tree_unflatten(leaves, structure)
 

@@ -265,7 +265,7 @@ class MicroStepGraphs:
         if alike and unmeasured and action in (Action.EAGER, Action.CAPTURE):
             seen = here.signature, packed
             self._eager_runs[seen] = self._eager_runs.get(seen, 0) + 1
-            if len(self._eager_runs) > MAX_GRAPHS:
+            if MANY_SHAPES not in self._logged and len({shape for (shape, *_), _ in self._eager_runs}) > MAX_GRAPHS:
                 self._log(MANY_SHAPES)
             self._evaluated = False  # DeepSpeed may follow the order of an evaluation until then
         if action is Action.REPLAY and not facts["room"]:
@@ -309,20 +309,17 @@ class MicroStepGraphs:
             gather.pin_scales()
         # DeepSpeed's hooks count during the capture although nothing runs; a failed capture puts the counters back.
         state, error, used = self._micro_step.remember(), None, self._eager.used(here.signature)
-
-        def make(capturing: Callable) -> MicroStepGraph:
-            return MicroStepGraph(
-                self._stock,
-                here.batch,
-                here.max_documents,
-                used,
-                self._micro_step,
-                self._gradients,
-                self._wire,
-                self._addresses(),
-                capturing,
-            )
-
+        make = functools.partial(
+            MicroStepGraph,
+            self._stock,
+            here.batch,
+            here.max_documents,
+            used,
+            self._micro_step,
+            self._gradients,
+            self._wire,
+            self._addresses(),
+        )
         try:
             graph, kept = self._graphs.capture(make, here, self._eager.draws)
         # Also KeyboardInterrupt: DeepSpeed's state has to be put back before anything propagates.
@@ -338,22 +335,23 @@ class MicroStepGraphs:
             if not isinstance(found, Exception):  # the user's interrupt
                 error = None
                 raise
-        captured, fits = self._agreement.least(error is None, not isinstance(error, torch.OutOfMemoryError))
+        # What is refused differs where the model has changed on one rank alone.
+        others_fit = len(self._refused) + 1 < MAX_CHANGES and not isinstance(error, torch.OutOfMemoryError)
+        captured, others_fit = self._agreement.least(error is None, others_fit)
         if not captured:
             why = "another rank failed" if error is None else in_one_line(error)
             # The traceback holds the frames of the forward, and with them activations in the pool.
             error = without_frames(error)
             self._refused[here.signature] = why
-            if not fits or len(self._refused) >= MAX_CHANGES:
+            if not others_fit:
                 self._end(why)
-                return False
             # They share their pool with what has failed, and are captured again; the next one is tried out.
             self._graphs.forget()
             self._graphs.needs_dry_run = True
             return False  # the reason is said when the signature comes again
         self._graphs.add(here.signature, graph, kept)
         # Code of others may fail in backward where it did not with another batch.
-        self._graphs.needs_dry_run = self._code_of_others is not None or len(self._refused) > 0
+        self._graphs.needs_dry_run = self._code_of_others is not None or bool(self._refused)
         self._captured_once = True
         self._log(f"forward and backward now run as CUDA graphs, which keep {kept / 2**30:.2f} GiB")
         return True

@@ -102,11 +102,23 @@ def run_short(graphs):
     graphs._graphs.room = False
 
 
+def fail_to_capture(graphs):
+    """Rank 0 alone remembers two captures that failed: the model has changed on the other one since."""
+    graphs._refused, capture = {"one": "", "another": ""}, graphs._graphs.capture
+
+    def fails(*args):
+        capture(*args)
+        raise ValueError("not this shape")
+
+    graphs._graphs.capture = fails
+
+
 AGREED = [
     (evict, 1, ["eager", "eager"], "too many shapes"),  # the other has as many as there may be
     (evaluate, None, ["eager", "captured for 0", "checked", "eager"], ""),
     (give_up, None, [], "changes again and again"),
     (run_short, None, ["captured for 0", REPLAYED, REPLAYED], "unchecked"),
+    (fail_to_capture, None, ["captured for 0"], "CUDA graphs are off: "),
 ]
 
 

@@ -15,7 +15,7 @@ from tests.zero import models
 RANKS, LENGTH = 2, 128
 
 
-def trained(attention, attention_format, rows, graphs):
+def trained(attention, attention_format, rows, graphs, padded=False):
     """Losses and bytes of steps over a row of documents of these lengths, what became of them, and what was said."""
     packed_attention.register()
     documents.LONG = LENGTH // 4
@@ -35,6 +35,8 @@ def trained(attention, attention_format, rows, graphs):
         targets = F.pad(ids[:, 1:], (0, 1), value=-100)
         places = torch.cat([torch.arange(length) for length in lengths])[None]
         whole = {"input_ids": ids, "position_ids": places, "labels": targets, "shift_labels": targets}
+        if padded:
+            whole["attention_mask"] = (torch.arange(LENGTH) % (LENGTH // RANKS) < 60)[None].long()
         batch = {name: x.chunk(RANKS, 1)[dist.get_rank()].to(engine.device).contiguous() for name, x in whole.items()}
         items = torch.tensor((LENGTH - 1) / RANKS, device=engine.device)
         engine.fp8.wire.take()
@@ -78,3 +80,11 @@ def test_rows_of_several_documents_are_launched_by_python(new_ranks):
         assert sent == wanted_bytes
     # The first rank's slices have one document each.
     assert any("rows that ranks share hold several documents" in line for line in graphs[1][3])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="masks are the same there")
+def test_padded_rows_that_ranks_share_are_launched_by_python(new_ranks):
+    """Their masks are dropped, and a graph would take their documents for one."""
+    for _, _, log, said in new_ranks(RANKS, trained, "sdpa", "bf16", [TWO] * 4, True, True):
+        assert log == ["eager"] * 4
+        assert any("rows are padded" in line for line in said)

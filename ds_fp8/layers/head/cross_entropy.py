@@ -276,10 +276,9 @@ def softmax_gradient(logits: torch.Tensor, targets: torch.Tensor, gradient: bool
 def softmax_gradient_reference(logits: torch.Tensor, targets: torch.Tensor, gradient: bool) -> torch.Tensor:
     ignored = targets == IGNORED
     outside = ~ignored & ((targets < 0) | (targets >= logits.shape[1]))
-    if outside.any():
-        counted = outside_on(logits.device)
-        counted += outside.sum() * counted.new_tensor([1, 0, 0])
-        counted[1:] = counted.new_tensor([targets[outside][0], logits.shape[1]])
+    count, counted = outside.sum(), outside_on(logits.device)
+    found = counted[0] + count, targets.take(outside.int().argmax()), torch.full_like(count, logits.shape[1])
+    counted.copy_(torch.where(count > 0, torch.stack(found), counted))  # by no branch, which graphs cannot take
     column = targets.masked_fill(ignored | outside, 0).unsqueeze(1)
     x = logits.float()
     normaliser = x.logsumexp(1, keepdim=True).masked_fill(outside[:, None], torch.nan)

@@ -42,20 +42,20 @@ class OutlierChannels:
 
         `measured`: whether this step is one to look for other channels.
         """
-        if self.channels is None:
-            # Later forwards write in place what this one finds, which may run in torch.inference_mode().
-            with torch.inference_mode(False), torch.no_grad():
-                energy = channel_energy(cast)
-                if measured:
-                    # A rank that has no other input in this step counts in `look_again` like those that have more.
-                    self.energy = energy.clone()
+        found = self.channels is not None
+        if found and (self.fixed or not measured):
+            return self.channels
+        # Later forwards write in place what this one finds, which may run in torch.inference_mode().
+        with torch.inference_mode(False), torch.no_grad():
+            energy = channel_energy(cast)
+            if measured:
+                # A rank that has no other input in this step counts in `look_again` like those that have more.
+                self.energy = energy.clone() if self.energy is None else self.energy.add_(energy)
+            if not found:
                 self.add_over_ranks(energy)
                 self.channels = largest_channels(energy, self.count)
+        if not found:
             self.on_found(self)
-        elif measured and not self.fixed:
-            with torch.inference_mode(False), torch.no_grad():
-                energy = channel_energy(cast)
-                self.energy = energy if self.energy is None else self.energy.add_(energy)
         return self.channels
 
     def load(self, channels: Sequence[int], width: int, device: torch.device) -> bool:

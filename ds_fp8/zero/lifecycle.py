@@ -1,12 +1,12 @@
 """Handlers of DeepSpeed's calls: the order of a step, of gathers and releases, of a load and an offload.
 
-A method of `Lifecycle` is called in place of one of DeepSpeed's (tables in deepspeed/methods.py), which it gets first:
+A method of `Lifecycle` is called in place of one of DeepSpeed's (deepspeed/hooks.py), which it gets first:
 
     step                   of the optimizer                   wait for the cast, update, cast, gather persistent ones
     unshard                a parameter's all_gather_coalesced codes for modules
     unshard_bf16           zero.Init._all_gather              numbers for users, and what stays whole between steps
     reshard                zero.Init._partition               and what users wrote
-    reduce, accumulate     __avg_scatter_grads and on         gradients, added to the shards or handed to DeepSpeed
+    reduce_grad, accumulate __avg_scatter_grads and on         gradients, added to the shards or handed to DeepSpeed
     write_..., offload ... load_state_dict, set_full_hp_param whatever else changes or moves masters, moments, gradients
     load_checkpoint        of the engine                      callbacks, load, states of this package
 
@@ -29,7 +29,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
 from ds_fp8.zero.collectives import GATHER, WireMeter
-from ds_fp8.zero.deepspeed.methods import replace_methods
+from ds_fp8.zero.deepspeed.hooks import install
 from ds_fp8.zero.deepspeed.optimizer import accumulates, accumulates_in_fp32, overflowed, reduce_gradient
 from ds_fp8.zero.deepspeed.parameters import PersistentGather, bytes_to_gather, link_moments, order
 from ds_fp8.zero.leaf_modules import LeafCalls
@@ -94,7 +94,7 @@ class Lifecycle:
         """Event behind the last write to shards, by a step or a user."""
         self._writes_masters = False
         """True while all masters are overwritten."""
-        replace_methods(engine, self)
+        install(engine, self)
 
     # ---------------------------------------------------------------- a step
 
@@ -203,7 +203,7 @@ class Lifecycle:
         if self.leaf_calls is None or not self.leaf_calls.delays(parameter):
             stock(parameter)
 
-    def reduce(self, stock: Stock, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
+    def reduce_grad(self, stock: Stock, parameters: list[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
         """Reduce a bucket of gradients, on the stream of reductions; return this rank's slices for DeepSpeed to add."""
         with profiled("reduce"):
             if accumulates(self._engine) and not accumulates_in_fp32(self._engine):
@@ -219,7 +219,7 @@ class Lifecycle:
             return self.reduction(named, dtype, accumulates(self._engine), lambda some: stock(some, dtype))
 
     def accumulate(self, stock: Stock, parameters: list[nn.Parameter], slices: list[torch.Tensor]) -> Any:
-        """Add reduced slices to the gradient shards, where `reduce` has not done so."""
+        """Add reduced slices to the gradient shards, where `reduce_grad` has not done so."""
         if self.update is None:
             return stock(parameters, slices)
         for parameter in parameters:

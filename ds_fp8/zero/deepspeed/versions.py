@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.other_packages import digest
-from ds_fp8.zero.deepspeed import methods, micro_step
+from ds_fp8.zero.deepspeed import micro_step
 
 SUPPORTED = ">=0.19.8,<0.20"
 LOOKED_AT = "0.19.8"
@@ -63,7 +63,7 @@ _TORCH = {
     "optimizer": torch.optim.Optimizer,
 }
 """What has other names, too, by the same names of variables."""
-_BY_TEXT = {"getattr": 0, "hasattr": 0, "setattr": 0, "replace": 1}
+_BY_TEXT = {"getattr": 0, "hasattr": 0, "setattr": 0, "replace": 1, "hook": 1}
 """Functions that take the name of an attribute as text behind the object, and the place of the object."""
 
 _STAGE3 = f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -143,10 +143,7 @@ def missing_names() -> list[str]:
     used = used_names(ast.parse(file.read_text(encoding="utf-8")) for file in files)
     inside = Path(__file__).parents[2] / "layers" / "attention" / "sequence_parallel.py"
     used["exchange"] |= used_names([ast.parse(inside.read_text(encoding="utf-8"))])["exchange"]
-    tables = {"engine": methods.OF_ENGINE, "zero": methods.OF_ZERO3, "optimizer": methods.BELOW_ZERO3}
-    tables |= {"parameter": methods.OF_PARAMETERS, "Init": methods.OF_LISTS, "module": micro_step.COUNTERS}
-    for holder, table in tables.items():
-        used.setdefault(holder, set()).update(table)
+    used["module"] |= set(micro_step.COUNTERS)
     defined = {holder: set().union(*map(_defined_names, modules)) for holder, modules in OBJECTS.items()}
     return [
         f"{holder}.{name}"

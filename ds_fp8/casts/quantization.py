@@ -128,7 +128,7 @@ def widened(q: QuantizedTensor, channels: int) -> QuantizedTensor | None:
     width = width_with_outliers(K, channels)
     if q.data.stride(0) != width:  # only what left room for exactly these blocks lies so: rows are shorter than this
         return None
-    # The memory behind each row belongs to the matrix (empty_result, `room`; ShardedWeight.pitch). Nothing is copied.
+    # The memory behind each row belongs to the matrix (empty_result, `room`; ShardLayout.pitch). Nothing is copied.
     scale = q.scale.as_strided((len(q.scale), width // BLOCK), q.scale.stride())
     return replace(q, data=q.data.as_strided((rows, width), (width, 1)), scale=scale)
 

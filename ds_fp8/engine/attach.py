@@ -30,12 +30,12 @@ from ds_fp8.zero.deepspeed.parameters import (
     link_moments,
     untrained_parameters,
 )
+from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules
 from ds_fp8.zero.lifecycle import CheckpointState, Lifecycle
 from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step, why_not
-from ds_fp8.zero.weights import ShardedWeights
 
 
 def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -> None:
@@ -114,15 +114,14 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
     weights = _gathered(engine.module)
     if not weights:
         return
-    sharded = state.weights = state.health.weights = life.weights = ShardedWeights(
+    group = state.weights = state.health.weights = life.group = FP8ParamGroup(
         engine, weights, state.wire, frees_bf16=state.step is not None
     )
     if state.step is not None:
-        sharded.free_bf16_shards()
-        state.step.prepare_bf16 = sharded.bf16.prepare
-        state.step.write_codes_of(sharded)
+        group.free_bf16_shards()
+        state.step.quantize(group)
     if state.config.param_gather.frozen == "whole":
-        sharded.keep_frozen_whole()  # behind the BF16 shards: there may be no room for both
+        group.keep_frozen_unsharded()  # behind the BF16 shards: there may be no room for both
 
 
 def _gathered(model: nn.Module) -> list[tuple[nn.Parameter, CastSpec, OutlierChannels | None]]:

@@ -29,8 +29,8 @@ from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
 from ds_fp8.zero.collectives import reason_of_any
 from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.parameters import data_parallel_group
+from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.reduce import Reduction
-from ds_fp8.zero.weights import ShardedWeights
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Health:
         self.layers_in_bf16: list[str] = []
         self.say: Callable[[str], None] = logger.info
         self.warn: Callable[[str], None] = logger.warning
-        self.weights: ShardedWeights | None = None
+        self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: Reduction | None = None
         self.on_move: Callable[[], None] = lambda: None
         """Called when a layer has moved to BF16."""

@@ -232,7 +232,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     report["notes"] += _in_folders(engine.module)
     if (without := _without_outlier_channels(state)) is not None:
         report["notes"].append(without)
-    masters = None if gather is None else gather.masters
+    masters = None if gather is None else gather.coded
     if masters is not None and (slow := masters.stepped_in_torch):
         report["notes"].append(
             f"optimizer.master: {slow} weights have rows or shards that are no multiples of 128, or other casts beside "

@@ -19,11 +19,11 @@ from ds_fp8.monitor.routing import RoutingMeasurement
 from ds_fp8.optim import AdamW
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.parameters import partition_all
+from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.hosts import Hosts, Nodes
 from ds_fp8.zero.lifecycle import Lifecycle
 from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step
-from ds_fp8.zero.weights import ShardedWeights
 
 CHECKPOINT_KEY = "ds_fp8"
 """Key of the state in the client state of DeepSpeed's checkpoints."""
@@ -41,7 +41,7 @@ class FP8State:
         self.conversion: Conversion | None = None
         self.loss: LossFusion | None = None
         self.health: Health | None = None
-        self.weights: ShardedWeights | None = None
+        self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: Reduction | None = None
         self.hosts: Hosts | None = None
         """Ranks by host; known with FP8 enabled."""

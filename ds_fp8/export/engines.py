@@ -164,7 +164,7 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
 
     def numbers_of(entry: Entry, name: str, in_fp8: bool) -> Any:
         if in_fp8:
-            return gather.whole(parameters[name])
+            return gather.unsharded(parameters[name])
         with deepspeed.zero.GatheredParameters([parameters[name]]), torch.no_grad():
             # A copy: the gathered memory is freed on leaving the context.
             numbers = parameters[name].detach().to(entry.form.dtype, copy=True)

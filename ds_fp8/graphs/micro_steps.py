@@ -48,7 +48,7 @@ from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.methods import before_load, on_destroy, on_step, replace
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
 from ds_fp8.zero.gradients import GradientShards
-from ds_fp8.zero.weights import ShardedWeights
+from ds_fp8.zero.group import FP8ParamGroup
 
 EAGER_STEPS = 2
 """Micro-steps of a signature that run eagerly before one is captured: kernels are compiled, memory is allocated."""
@@ -83,7 +83,7 @@ class MicroStepGraphs:
         self,
         engine: deepspeed.DeepSpeedEngine,
         gradients: GradientShards,
-        gather: ShardedWeights | None,
+        gather: FP8ParamGroup | None,
         wire: WireMeter,
         say: Callable[[str], None],
         monitor: CastMonitor,
@@ -283,7 +283,7 @@ class MicroStepGraphs:
         self._micro_step.reset()
         gather = self._gather
         if gather is not None:
-            gather.cast_and_wait()
+            gather.requantize_and_wait()
 
     def _capture(self, here: Call) -> bool:
         """Capture a micro-step; where a rank cannot, its signature is not captured again, on all ranks. Collective.

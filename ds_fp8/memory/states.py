@@ -166,7 +166,7 @@ def gathered_in_backward(w: Workload, layer: int) -> int:
 
     Fetched ahead are stage3_prefetch_bucket_size parameters and the rest of the last one, of the layers before that are
     not there yet. What arrives in one buffer is copied out of it, so that a fetch is there twice for a moment. The room
-    that the last one leaves for the rest of its product (zero/stacks.py) is not counted.
+    that the last one leaves for the rest of its product (zero/collectives.py) is not counted.
     """
     layers = w.model.layers
     first_kept = len(layers) - _kept_for_backward(w)

@@ -1,4 +1,4 @@
-"""Triton kernels of casts of shards (weight.py, residuals.py): amax, cast, and residuals of all master shards of a rank, one launch each.
+"""Triton kernels of casts of shards (param.py, residuals.py): amax, cast, and residuals of all master shards of a rank, one launch each.
 
 The weights are cut into tiles of 128 x 128 elements; a shard gives one program to each tile that it has a part of. A
 program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an
@@ -45,7 +45,7 @@ from ds_fp8.casts.primitives_triton import (
 )
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.optim.masters_triton import decode_master
-from ds_fp8.zero.weight import Numbers, ShardedWeight, on_device
+from ds_fp8.zero.param import FP8Param, Numbers, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "origin", "scale_start", "scales_per_row", "pitch")
 ALIGNMENT = 16
@@ -169,9 +169,9 @@ def _cast(
 
 
 class TritonShardCast:
-    """ReferenceShardCast (weight.py) in one launch a half; shards that are offloaded are copied and cast one by one."""
+    """ReferenceShardCast (param.py) in one launch a half; shards that are offloaded are copied and cast one by one."""
 
-    def __init__(self, weights: Sequence[ShardedWeight], shards: torch.Tensor, spec: CastSpec):
+    def __init__(self, weights: Sequence[FP8Param], shards: torch.Tensor, spec: CastSpec):
         # A rank may hold nothing but padding of a small weight.
         self._weights = [weight for weight in weights if weight.shard.valid]
         self._shards, self._spec = shards, spec
@@ -259,7 +259,7 @@ class _Programs:
         return self._tiles[self._bounds[first_weight] : self._bounds[first_weight + count]]
 
 
-def alone_in(weight: ShardedWeight, first: int, down: int, across: int) -> torch.Tensor:
+def alone_in(weight: FP8Param, first: int, down: int, across: int) -> torch.Tensor:
     """Return whether each tile of a shard, as tiles_of counts them, is a block without elements of other ranks."""
     rows, columns = weight.shard.shape
     starts = torch.arange(first, first + down) * BLOCK
@@ -268,7 +268,7 @@ def alone_in(weight: ShardedWeight, first: int, down: int, across: int) -> torch
     return inside.repeat_interleave(across)
 
 
-def tiles_of(weight: ShardedWeight) -> tuple[int, int, int]:
+def tiles_of(weight: FP8Param) -> tuple[int, int, int]:
     """Return (first row of tiles, rows of tiles, tiles across) that the shard has a part of."""
     columns = weight.shard.shape[1]
     first = weight.shard.start // columns // BLOCK
@@ -333,7 +333,7 @@ class TritonResidualCast:
 
     def write(
         self,
-        weights: Sequence[tuple[ShardedWeight, torch.Tensor]],
+        weights: Sequence[tuple[FP8Param, torch.Tensor]],
         scales: torch.Tensor,
         source: Numbers,
     ) -> None:
@@ -342,7 +342,7 @@ class TritonResidualCast:
             shard = weight.shard
             if not shard.valid:
                 continue
-            coded = weight.correction is not None and weight.apart is None
+            coded = weight.correction is not None and weight.master_override is None
             numbers = weight.correction if coded else source(weight)
             if not coded and (numbers.device != scales.device or numbers.dtype not in (torch.float32, torch.bfloat16)):
                 numbers = on_device(numbers, scales.device)

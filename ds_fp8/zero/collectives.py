@@ -1,4 +1,4 @@
-"""What travels between ranks: FP8 shards, messages of gradients, and the count of their bytes.
+"""All-gathers of FP8 shards, their two transports, and the count of what travels between ranks.
 
 FP8 shards travel by collectives, or lie in memory that all ranks of a host map and are copied by copy engines. NCCL's
 all-gather runs as a kernel beside the products and takes some of their multiprocessors; where all ranks of a group can
@@ -8,10 +8,10 @@ shards out of symmetric memory, at any time between two barriers.
 Both keep one promise: what `gather` delivers was written, on every rank, before the last `written` that lies before the
 gather, and no `write` lies in between. Ranks may be late at any point.
 
-A message of gradients is uint8 [rows, places * width * 33/32], one row for each rank it goes to: first the codes,
-`width` for each of `places` slices, then one FP32 scale for every 128 of them. The slice of rank r lies in row r mod
-rows, place r div rows; one flat exchange has as many rows as ranks and one place, the first of two levels has a place
-for every node.
+The weights of one fused product (`GROUP`: q, k, v; gate, up) adjoin in the buffer that they are gathered into. Then a
+product reads them as one operand, which is a view. DeepSpeed may fetch them one by one, as its prefetch does where its
+bucket ends between them: the first all-gather allocates the buffer of the whole operand. Data that padding parts are
+copied: of a fetch of all of them when they arrive, else by the product.
 """
 
 from __future__ import annotations
@@ -20,30 +20,27 @@ import functools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from deepspeed import comm as dist
 from torch.distributed import distributed_c10d
 
 from ds_fp8.config.errors import first_line
-from ds_fp8.config.formats import BLOCK
 from ds_fp8.layers.attention import shared as exchanges
 from ds_fp8.zero import streams
+from ds_fp8.zero.deepspeed.parameters import is_gathered
 from ds_fp8.zero.hosts import identity
+from ds_fp8.zero.param import FP8Param, Stack, in_runs, stacks_of
 
 GATHER, GRADIENT, EXCHANGE = "all_gather_bytes", "grad_bytes", "exchange_bytes"
 
-LIMIT = 1024
-"""Items of a cache: buckets of gradients are far fewer where all steps have the same, and endless where they vary."""
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-SPAN = 4096
-"""Elements of a gradient slice that share one sum of squares."""
+ALIGNMENT = 256
+"""Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
+cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses."""
 
 _live: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 
@@ -53,15 +50,14 @@ def allocated_bytes() -> int:
     return sum(memory.local.nbytes for memory in _live)
 
 
-# ---------------------------------------------------------------- FP8 shards
+# ---------------------------------------------------------------- transports of FP8 shards
 
 
 @dataclass(frozen=True)
 class Work:
     """Gathers in flight."""
 
-    wait: Callable[[], None]
-    """Lets the current stream wait for all of them; on a device without streams, the host."""
+    wait: Callable[[], None]  # lets the current stream wait for all of them; on a device without streams, the host
 
 
 def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
@@ -75,36 +71,23 @@ def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
     return Work(manager.wait)
 
 
-class Collectives:
-    """NCCL or gloo: a gather is a collective, which no rank can run ahead of. Every method is called on all ranks."""
+class Transport(Protocol):
+    """Carries the shards of all ranks. Every method but `allocate` is called on all ranks."""
 
-    def __init__(self, numel: int, device: torch.device, why: str | None = None):
-        """Allocate `local`, this rank's shards, uint8 [numel], zeros; `why` nothing faster carries them."""
-        self.local = torch.zeros(numel, dtype=torch.uint8, device=device)
-        self.description = "by collectives" + (f": {why}" if why else "")
-        self._readers: list[object] = []
-        """Streams that gathers have begun on."""
+    local: torch.Tensor  # this rank's shards, uint8 [numel], zeros at first
+    description: str  # how they are carried, and why not faster
 
     def allocate(self, numel: int) -> torch.Tensor:
         """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""
-        return self.local.new_empty(numel)
 
     def write(self) -> None:
         """Let the current stream wait until no rank reads shards that were gathered so far.
 
-        For this rank's own gathers, those too that were fetched ahead and that no product has waited for: the other
-        ranks have read from a gather's input once it has ended here, for it is a collective.
+        For this rank's own gathers, those too that were fetched ahead and that no product has waited for.
         """
-        # A gather runs on NCCL's own stream. But every handle is waited for on the stream that it began on, that of a
-        # prefetch which nobody used by DeepSpeed: behind that stream all of them have ended.
-        for stream in self._readers:
-            streams.wait_stream(stream)
 
     def written(self) -> None:
-        """Let the current stream wait until all ranks have written what they were writing.
-
-        For nothing: a gather of another rank reads nothing here before it begins here, behind the writing.
-        """
+        """Let the current stream wait until all ranks have written what they were writing."""
 
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
         """Begin to gather every input, a view of `local`, into its output, behind what the current stream holds.
@@ -114,6 +97,31 @@ class Collectives:
             inputs: uint8 [n_i]; those of the other ranks lie at the same places of theirs.
             group: Process group of the weights.
         """
+
+
+class Collectives:
+    """NCCL or gloo: a gather is a collective, which no rank can run ahead of."""
+
+    def __init__(self, numel: int, device: torch.device, why: str | None = None):
+        """Allocate `local`; `why` nothing faster carries the shards."""
+        self.local = torch.zeros(numel, dtype=torch.uint8, device=device)
+        self.description = "by collectives" + (f": {why}" if why else "")
+        self._readers: list[object] = []  # streams that gathers have begun on
+
+    def allocate(self, numel: int) -> torch.Tensor:
+        return self.local.new_empty(numel)
+
+    def write(self) -> None:
+        # The other ranks have read from a gather's input once it has ended here, for it is a collective. It runs on
+        # NCCL's own stream. But every handle is waited for on the stream that it began on, that of a prefetch which
+        # nobody used by DeepSpeed: behind that stream all of them have ended.
+        for stream in self._readers:
+            streams.wait_stream(stream)
+
+    def written(self) -> None:
+        """Wait for nothing: a gather of another rank reads nothing here before it begins here, behind the writing."""
+
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
         stream = streams.current_stream()
         if stream not in self._readers:
             self._readers.append(stream)
@@ -121,7 +129,7 @@ class Collectives:
 
 
 class PeerMemory:
-    """The same by copies: every rank reads the buffers of all others of its group, out of symmetric memory."""
+    """Copy engines: every rank reads the buffers of all others of its group, out of symmetric memory."""
 
     description = "by copy engines"
 
@@ -131,6 +139,7 @@ class PeerMemory:
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         # Begin with the next rank, so that not all read from the same.
         self._order = [(rank + i) % world for i in range(world)]
+        self._handle: object | None = None  # holds the mappings
         self._of_rank = self._map(numel, device)
         self.local: torch.Tensor = self._of_rank[rank]
         self._stream, self._done = streams.new_stream(), None
@@ -145,10 +154,10 @@ class PeerMemory:
 
         # Nothing here needs multicast, whose set-up fails on some hosts.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._own = symmetric.empty(numel, dtype=torch.uint8, device=device).zero_()
-        self._handle = symmetric.rendezvous(self._own, self.group)
+        own = symmetric.empty(numel, dtype=torch.uint8, device=device).zero_()
+        self._handle = symmetric.rendezvous(own, self.group)
         world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        return [self._own if i == rank else self._handle.get_buffer(i, (numel,), torch.uint8) for i in range(world)]
+        return [own if i == rank else self._handle.get_buffer(i, (numel,), torch.uint8) for i in range(world)]
 
     def why_wrong(self) -> str | None:
         """Return that some memory is not the rank's that it should be, or None; the memory is zeros again. Collective.
@@ -193,9 +202,6 @@ class PeerMemory:
     def barrier(self) -> None:
         """Let the current stream wait until those of all ranks have come to this point. Collective."""
         dist.all_reduce(torch.zeros(1, device=self.local.device), group=self.group)
-
-
-Transport = Collectives | PeerMemory
 
 
 class _Place(NamedTuple):
@@ -276,86 +282,115 @@ def choose(numel: int, device: torch.device, groups: Sequence[object]) -> Transp
     return shared if isinstance(shared, PeerMemory) else Collectives(numel, device, shared)
 
 
-# ---------------------------------------------------------------- messages of gradients
+# ---------------------------------------------------------------- all-gather of weights
 
 
-@dataclass(frozen=True)
-class Message:
-    """The shape of a message; `width` is a multiple of 128."""
+class AllGather:
+    """Gathers weights whose shards are views of the transport's `local`."""
 
-    rows: int
-    places: int
-    width: int
+    def __init__(self, stacks: Iterable[Stack], wire: WireMeter, transport: Transport, ready: Callable[[], None]):
+        """Remember which weights make one product; `ready` lets the current stream wait for the present data."""
+        self._wire, self._transport, self._ready = wire, transport, ready
+        self._product = {weight: stack for stack in stacks for weight in stack}
+        # Weights of a product of which others have been fetched: memory beside those, and the stream it is for.
+        self._left: dict[FP8Param, tuple[torch.Tensor, object | None]] = {}
 
-    @property
-    def codes(self) -> int:
-        return self.places * self.width
+    def begin(self, weights: list[FP8Param], alone: bool = False) -> Callable[[], None]:
+        """Begin one gather of weights of one process group, sorted by `start`; return what waits, and unshards them.
 
-    @property
-    def row_bytes(self) -> int:
-        return self.codes + self.codes // BLOCK * torch.float32.itemsize
+        `alone`: the rest of a product, where it is not there yet, does not follow.
+        """
+        self._ready()
+        stream = streams.current_stream()
+        stacks = stacks_of(weights)
+        landed, sent = {}, []
+        for stack in stacks:
+            if stack[0].shard.world == 1 and stack[0].start % ALIGNMENT == 0:
+                # One rank has the whole weight: its shard is what products read, and nothing is copied. Requantize
+                # would overwrite it while a product reads; it copies what is gathered at that moment.
+                landed.update((weight, weight.data) for weight in stack)
+            elif all(weight.unsharded_data is not None for weight in stack):
+                landed.update((weight, weight.unsharded_data) for weight in stack)
+            else:
+                sent += stack
+                landed.update(zip(stack, self.allocate(stack, alone), strict=True))
+        for weight in weights:
+            weight.unshard()  # behind the buffers, which are left for weights that are not on their way
+        # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
+        work = self._gather([landed[weight] for weight in sent], sent) if sent else None
+        scales = {weight: weight.scale for weight in sent}  # those of the data just sent, also after requantize
 
-    def parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of codes, uint8 [rows, places, width], and scales, FP32 [rows, places, width/128]."""
-        codes = message[:, : self.codes].unflatten(1, (self.places, self.width))
-        scales = message.view(torch.float32)[:, self.codes // 4 :].unflatten(1, (self.places, self.width // BLOCK))
-        return codes, scales
+        def finish() -> None:
+            unsharded: dict[FP8Param, torch.Tensor] = {}
+            # DeepSpeed waits for a prefetch that nobody used on the stream of the products. Waiting and copies stay on
+            # the stream that the buffers were allocated on: there they are reused in order.
+            with streams.on_stream(stream):
+                if work is not None:
+                    work.wait()
+                if len(sent) < len(weights):
+                    self._ready()  # there may have been a requantize since; those in place are its result
+                for stack in stacks:
+                    unsharded.update(zip(stack, _without_padding(stack, landed), strict=True))
+            streams.wait_stream(stream)
+            for weight, mine in unsharded.items():
+                weight.finish_unshard(mine, scales.get(weight, weight.scale))
 
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.rows, self.row_bytes, dtype=torch.uint8, device=device)
+        return finish
+
+    def gather_kept(self, weights: Iterable[FP8Param]) -> None:
+        """Gather data that every rank keeps, after they were written; the current stream waits. Collective."""
+        kept = sorted((weight for weight in weights if weight.unsharded_data is not None), key=lambda one: one.start)
+        for some in in_runs(kept, lambda weight: id(weight.shard.group)):
+            self._gather([weight.unsharded_data for weight in some], some).wait()
+
+    def gather_again(self, weight: FP8Param) -> None:
+        """Gather a weight that is unsharded once more, into the memory that it has. Collective."""
+        self._gather([weight.operand_data], [weight]).wait()
+        weight.finish_unshard(weight.operand_data, weight.scale)
+
+    def _gather(self, outputs: Sequence[torch.Tensor], weights: Sequence[FP8Param]):
+        inputs, group = [weight.data for weight in weights], weights[0].shard.group
+        self._wire.count(GATHER, "all_gather", sum(data.nbytes for data in inputs), group)
+        return self._transport.gather(outputs, inputs, group)
+
+    def allocate(self, stack: Stack, alone: bool = False) -> Sequence[torch.Tensor]:
+        """Return memory for all ranks' shards [W * n] of each weight of a product, or of one of its weights.
+
+        On the current stream: what was left for another one is not in the order of this.
+        """
+        stream, product = streams.current_stream(), stack
+        if not alone:
+            left, of_stream = self._left.pop(stack[0], (None, None))
+            if len(stack) == 1 and left is not None and of_stream == stream:
+                return [left]
+            product = self._product[stack[0]]
+        others = [weight for weight in product if weight not in stack]
+        if _padded(product[:-1]) or any(
+            is_gathered(w.parameter) or not w.in_fp8 or w.unsharded_data is not None for w in others
+        ):
+            product, others = stack, []  # not all would lie side by side
+        lengths = [weight.shard.world * weight.data_numel for weight in product]
+        buffers = dict(zip(product, self._transport.allocate(sum(lengths)).split(lengths), strict=True))
+        self._left |= {weight: (buffers[weight], stream) for weight in others}
+        return [buffers[weight] for weight in stack]
+
+    def resharded(self, weight: FP8Param) -> None:
+        """Leave no memory beside a weight that is there no longer."""
+        for other in self._product[weight]:
+            self._left.pop(other, None)
 
 
-@dataclass(frozen=True)
-class Slices:
-    """Offsets of one flat gradient in a message: rank r gets its elements [r * length, (r + 1) * length)."""
-
-    length: int
-    column: int
-    """Column where its slice begins in the `width` codes of every place; a multiple of 128."""
-
-    @property
-    def padded(self) -> int:
-        """Return the codes that a slice takes: whole groups."""
-        return -(-self.length // BLOCK) * BLOCK
+def _without_padding(stack: Stack, landed: dict[FP8Param, torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the data of every weight of a stack, flat and adjacent: views, or copies where padding parts them."""
+    data = [landed[weight][: weight.unsharded_numel] for weight in stack]
+    if _padded(stack[:-1]):
+        return torch.cat(data).split([weight.unsharded_numel for weight in stack])
+    return data
 
 
-class Target(NamedTuple):
-    """Offset of one gradient's slice in a message, and the destination of its sum."""
-
-    column: int
-    """First code in every row of the message; a multiple of 128."""
-    start: int
-    """First element in the flat gradient shards."""
-    numel: int
-    """Elements of the slice."""
-    span: int
-    """First of its sums of squares."""
-
-
-def span_count(numel: int) -> int:
-    """Return the number of sums of squares of a slice of `numel` elements."""
-    return -(-numel // SPAN)
-
-
-class Recent(Generic[K, V]):
-    """The values of the keys that were used last, at most `limit`."""
-
-    def __init__(self, limit: int = LIMIT):
-        self._limit = limit
-        self._values: dict[K, V] = {}
-
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        value = self._values.pop(key) if key in self._values else make()
-        self._values[key] = value  # the last one now
-        if len(self._values) > self._limit:
-            del self._values[next(iter(self._values))]
-        return value
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
-    def __len__(self) -> int:
-        return len(self._values)
+def _padded(weights: Iterable[FP8Param]) -> bool:
+    """Return whether one of them leaves a hole before the next: a product reads no holes."""
+    return any(weight.shard.world * weight.data_numel > weight.unsharded_numel for weight in weights)
 
 
 # ---------------------------------------------------------------- bytes on the wire

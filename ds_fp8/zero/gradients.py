@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from ds_fp8.casts.primitives import decode
 from ds_fp8.config.formats import BLOCK, FORMATS
-from ds_fp8.zero.collectives import SPAN, Message, Slices, Target, span_count
+from ds_fp8.zero.messages import SPAN, Message, Slices, Target, span_count
 
 
 def has_kernel(tensor: torch.Tensor, format: str) -> bool:
@@ -47,7 +47,7 @@ def sum_rows_reference(message: torch.Tensor, shape: Message, format: str, divis
     return (total / divisor).flatten()
 
 
-def add_rows(
+def add_rows_reference(
     message: torch.Tensor,
     shape: Message,
     format: str,
@@ -57,7 +57,7 @@ def add_rows(
     squares: torch.Tensor,
     accumulate: bool,
 ) -> None:
-    """Sum the rows of a received message into the gradient shards.
+    """Sum the rows of a received message into the gradient shards, in torch; the oracle of the kernel.
 
     Args:
         message: uint8 [rows, row bytes].
@@ -69,25 +69,6 @@ def add_rows(
         squares: FP64 [spans], written in place: sums over what `gradient` then holds.
         accumulate: Add to what `gradient` holds rather than replace it.
     """
-    if has_kernel(message, format):
-        from ds_fp8.zero import reduce_triton
-
-        reduce_triton.add_rows(message, shape, format, divisor, targets, gradient, squares, accumulate)
-    else:
-        add_rows_reference(message, shape, format, divisor, targets, gradient, squares, accumulate)
-
-
-def add_rows_reference(
-    message: torch.Tensor,
-    shape: Message,
-    format: str,
-    divisor: int,
-    targets: Sequence[Target],
-    gradient: torch.Tensor,
-    squares: torch.Tensor,
-    accumulate: bool,
-) -> None:
-    """Do add_rows in torch, on any device; the oracle of the kernel."""
     total = sum_rows_reference(message, shape, format, divisor)
     for target in targets:
         found = total[target.column : target.column + target.numel]
@@ -120,10 +101,8 @@ class GradientShards:
         self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
         self._unsummed: dict[str, None] = {}
         """Names, in the order of their arrival, for the last bit of the sum depends on it."""
-        self._arrived: set[str] = set()
-        """Names of the gradients that were added since the last step."""
-        self._written: dict[str, None] = {}
-        """Names of the gradients that users wrote since the last step, in order."""
+        self._arrived: set[str] = set()  # names of the gradients that were added since the last step
+        self._written: dict[str, None] = {}  # names of the gradients that users wrote since the last step, in order
 
     @property
     def device(self) -> torch.device:
@@ -155,6 +134,9 @@ class GradientShards:
             start, numel = self._places[name]
             if numel:  # a rank may have no part of a gradient
                 targets.append(Target(place.column, start, numel, self._spans[name].start))
+        add_rows = add_rows_reference
+        if has_kernel(message, format):
+            from ds_fp8.zero.reduce_triton import add_rows
         add_rows(message, shape, format, divisor, targets, self._flat, self._squares, accumulate)
 
     def add_slices(self, slices: Sequence[torch.Tensor], names: Sequence[str], accumulate: bool) -> None:

@@ -21,8 +21,7 @@ NETWORK = Path("/proc/self/ns/net")
 class Hosts:
     """The hosts of a job, numbered in the order of their first ranks."""
 
-    of_rank: tuple[int, ...]
-    """Number of each rank's host."""
+    of_rank: tuple[int, ...]  # number of each rank's host
 
     @property
     def count(self) -> int:
@@ -73,10 +72,8 @@ def find_hosts() -> Hosts:
 class Nodes:
     """Process groups of the two-level reduction; ranks are numbered node by node."""
 
-    inside: object
-    """Group of the L ranks of this rank's node."""
-    between: object
-    """Group of the M ranks that have this rank's place in their nodes."""
+    inside: object  # group of the L ranks of this rank's node
+    between: object  # group of the M ranks that have this rank's place in their nodes
     ranks_per_node: int
     count: int
 

@@ -38,8 +38,7 @@ from ds_fp8.zero.deepspeed.parameters import full_shape, is_gathered, is_trained
 class _Call:
     """One call of a leaf module in training. It lives as long as the autograd graph that the call has made."""
 
-    arrived = False
-    """Whether a gradient has reached its output."""
+    arrived = False  # whether a gradient has reached its output
     ended = False
 
 

@@ -2,8 +2,8 @@
 
 A method of `Lifecycle` is called in place of one of DeepSpeed's (deepspeed/hooks.py), which it gets first:
 
-    step                   of the optimizer                   wait for the cast, update, cast, gather persistent ones
-    unshard                a parameter's all_gather_coalesced codes for modules
+    step                   of the optimizer                   update, requantize, gather persistent ones
+    unshard                a parameter's all_gather_coalesced FP8 data for modules
     unshard_bf16           zero.Init._all_gather              numbers for users, and what stays whole between steps
     reshard                zero.Init._partition               and what users wrote
     reduce_grad, accumulate __avg_scatter_grads and on         gradients, added to the shards or handed to DeepSpeed
@@ -32,11 +32,11 @@ from ds_fp8.zero.collectives import GATHER, WireMeter
 from ds_fp8.zero.deepspeed.hooks import install
 from ds_fp8.zero.deepspeed.optimizer import accumulates, accumulates_in_fp32, overflowed, reduce_gradient
 from ds_fp8.zero.deepspeed.parameters import PersistentGather, bytes_to_gather, link_moments, order
+from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.leaf_modules import LeafCalls
 from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step
 from ds_fp8.zero.streams import profiled
-from ds_fp8.zero.weights import ShardedWeights
 
 Stock = Callable[..., Any]
 """DeepSpeed's own method."""
@@ -71,16 +71,11 @@ class Lifecycle:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, wire: WireMeter | None = None):
         """Replace the methods of an engine of any ZeRO stage, until it is destroyed."""
-        self.update: Step | None = None
-        """Takes the optimizer's step."""
-        self.weights: ShardedWeights | None = None
-        """Weights that are gathered in FP8."""
-        self.leaf_calls: LeafCalls | None = None
-        """Says which gradients are whole."""
-        self.reduction: Reduction | None = None
-        """Reduces gradients."""
-        self.moments: AdamW | None = None
-        """Holds the moments, in formats of its own."""
+        self.update: Step | None = None  # takes the optimizer's step
+        self.group: FP8ParamGroup | None = None  # weights that are gathered in FP8
+        self.leaf_calls: LeafCalls | None = None  # says which gradients are whole
+        self.reduction: Reduction | None = None  # reduces gradients
+        self.moments: AdamW | None = None  # holds the moments, in formats of its own
         self.after_step: list[Callable[[], None]] = []
         """Called in order after every step, also after one that was skipped because of an overflow."""
         self.before_load: list[Callable[[], None]] = []
@@ -90,42 +85,40 @@ class Lifecycle:
         self._engine, self._wire = engine, wire
         self._gather_persistent = PersistentGather(engine)
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._written: object | None = None
-        """Event behind the last write to shards, by a step or a user."""
-        self._writes_masters = False
-        """True while all masters are overwritten."""
+        self._written: object | None = None  # event behind the last write to shards, by a step or a user
+        self._writes_masters = False  # true while all masters are overwritten
         install(engine, self)
 
     # ---------------------------------------------------------------- a step
 
     def step(self, stock: Stock, *args, **kwargs) -> Any:
-        """Take an optimizer step, and cast what it has changed."""
+        """Take an optimizer step, and requantize what it has changed."""
         with profiled("step"):
-            if self.weights is not None:
-                self.weights.wait_for_cast()  # it reads masters, on a stream of its own
+            if self.group is not None:
+                self.group.wait_for_requantize()  # it reads masters, on a stream of its own
             try:
                 if self.update is not None:
                     result, taken = None, self.update()
                 else:
                     result = stock(*args, **kwargs)
                     taken = not overflowed(self._engine)
-                if self.weights is not None:
-                    # A skipped step has changed nothing: the shards of before are still right, and no cast is due.
+                if self.group is not None:
+                    # A skipped step has changed nothing: the shards of before are still right, and nothing is due.
                     if taken:
-                        self.weights.step_wrote()
-                    self.weights.cast()
+                        self.group.step_wrote()
+                    self.group.requantize()
                 if self.update is not None and taken:  # DeepSpeed's step has done so itself
                     self.update.gather_persistent()
             except BaseException:
                 # The program may go on, behind the user's interrupt for one.
-                if self.weights is not None and (self.update is None or self.update.ended_midway()):
-                    self.weights.step_ended_midway()
+                if self.group is not None and (self.update is None or self.update.ended_midway()):
+                    self.group.step_ended_midway()
                 raise
             finally:
                 if self.update is not None:
                     self.update.launched = None
-                # Behind all that is launched, update, cast and gather of persistent parameters: whoever gathers next on
-                # another stream waits for it.
+                # Behind all that is launched, update, requantize and gather of persistent parameters: whoever gathers
+                # next on another stream waits for it.
                 self._written = streams.record_event()
             # Last here, and before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or
             # measure, and see what the next forward would.
@@ -140,18 +133,18 @@ class Lifecycle:
         # DeepSpeed's stream of gathers waits for no other: nothing else keeps it from shards that are still written.
         streams.wait_event(self._written)
         with profiled("gather"):
-            if self.weights is None:
+            if self.group is None:
                 return stock(self._counted(params), *args, **kwargs)
             # DeepSpeed hands over sets, whose order differs from rank to rank; that of collectives must not.
             params = sorted(params, key=order)
-            in_fp8 = [p for p in params if self.weights.in_fp8(p)]
-            others = [p for p in params if not self.weights.in_fp8(p)]
+            in_fp8 = [p for p in params if self.group.in_fp8(p)]
+            others = [p for p in params if not self.group.in_fp8(p)]
             if in_fp8:
                 # Masters may have been written since the step (a checkpoint, a user): nothing where all is fresh.
-                self.weights.cast()
-            self.weights.unshard_bf16(others)
+                self.group.requantize()
+            self.group.unshard_bf16(others)
             handle = stock(self._counted(others), *args, **kwargs) if others else None
-            return Handle(self.weights.unshard(in_fp8), handle)
+            return Handle(self.group.unshard(in_fp8), handle)
 
     def unshard_bf16(
         self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, hierarchy: int | None = None
@@ -160,13 +153,13 @@ class Lifecycle:
         streams.wait_event(self._written)  # as in `unshard`
         with profiled("gather"):
             params = self._counted(params)
-            if self.weights is not None:
-                self.weights.unshard_bf16(params)
+            if self.group is not None:
+                self.group.unshard_bf16(params)
             if self.update is not None and not async_op and self._gather_persistent(params):
                 return None
             handles = stock(params, async_op=async_op, hierarchy=hierarchy)
-            if self.weights is not None:
-                self.weights.part_from_shards(params)
+            if self.group is not None:
+                self.group.part_from_shards(params)
             return handles
 
     def reshard(
@@ -179,10 +172,10 @@ class Lifecycle:
     ) -> None:
         """Drop gathered parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
         # Before DeepSpeed frees the data: it compares the BF16 shards from before with those from after.
-        before = self.weights.reshard(params, has_been_updated) if self.weights is not None else None
+        before = self.group.reshard(params, has_been_updated) if self.group is not None else None
         stock(params, force=force, has_been_updated=has_been_updated, free_data=free_data)
-        if self.weights is not None:
-            self.weights.resharded(params, before)
+        if self.group is not None:
+            self.group.resharded(params, before)
         # Only then were shards written: an ordinary release frees the gathered copy alone, and later gathers need not
         # wait.
         if has_been_updated:
@@ -250,34 +243,28 @@ class Lifecycle:
     ) -> None:
         """Overwrite the masters of a parameter on all ranks, or a moment (safe_set_full_fp32_param and its kin)."""
         self.write_local_state(stock, value, parameter, optim_state_key)
-        if optim_state_key is None and self.weights is not None:
-            self.weights.user_wrote(parameter)
+        if optim_state_key is None and self.group is not None:
+            self.group.user_wrote(parameter)
 
     def write_local_state(
         self, stock: Stock, value: torch.Tensor, parameter: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """Overwrite this rank's masters of a parameter, or a moment (safe_set_local_fp32_param and its kin).
 
-        Others may write nothing, and a cast is collective: as in DeepSpeed masters count from the next step on.
+        Others may write nothing, and requantize is collective: as in DeepSpeed masters count from the next step on.
         """
         if optim_state_key is not None and self.moments is not None:
             # DeepSpeed writes into FP32 tensors; a compressed moment is expanded until the next step compresses it
             # again.
             self.moments.expand_moments()
-        elif self.weights is not None:
-            self.weights.wait_for_cast()
-            if self.weights.masters is not None:
-                with self.weights.masters.written(parameter):
-                    stock(value, parameter, optim_state_key)
-                return
-        stock(value, parameter, optim_state_key)
+        writes_master = optim_state_key is None and self.group is not None
+        with self.group.write_master(parameter) if writes_master else nullcontext():
+            stock(value, parameter, optim_state_key)
 
     def read_state(self, stock: Stock, parameter: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
         """Return the masters of a parameter, or a moment (safe_get_full_fp32_param and its kin)."""
-        if optim_state_key is not None or self.weights is None or self.weights.masters is None:
-            return stock(parameter, optim_state_key)
-        self.weights.wait_for_cast()
-        with self.weights.masters.read(parameter):
+        reads_master = optim_state_key is None and self.group is not None
+        with self.group.read_master(parameter) if reads_master else nullcontext():
             return stock(parameter, optim_state_key)
 
     def link_state(self, stock: Stock) -> None:
@@ -288,44 +275,39 @@ class Lifecycle:
 
     def refresh_masters(self, stock: Stock) -> Any:
         """Overwrite all masters from the BF16 shards; in the midst of a load, from those that it has loaded."""
-        if self.weights is not None and not self._writes_masters:
-            self.weights.check_masters()
+        if self.group is not None and not self._writes_masters:
+            self.group.check_masters()
         return self.write_masters(stock)
 
     def write_masters(self, stock: Stock, *args, **kwargs) -> Any:
         """Overwrite all masters, from a checkpoint or from the BF16 shards."""
-        if self._writes_masters or self.weights is None:
+        if self._writes_masters or self.group is None:
             # DeepSpeed's load of weights alone refreshes the masters in its midst, and reads the BF16 shards after.
             return stock(*args, **kwargs)
         self._writes_masters = True
-        self.weights.wait_for_cast()
-        self.weights.restore_bf16()
-        masters = self.weights.masters
+        self.group.restore_bf16()
         try:
-            with nullcontext() if masters is None else masters.written():
+            with self.group.write_master():
                 return stock(*args, **kwargs)
         finally:  # a load that fails may have written some of them, and leaves all BF16 shards behind
             self._writes_masters = False
-            self.weights.load_wrote()
-            self.weights.drop_bf16()
+            self.group.load_wrote()
+            self.group.drop_bf16()
 
     def read_masters(self, stock: Stock) -> dict[str, Any]:
         """Return the state dict of the ZeRO optimizer, with FP32 masters in any case."""
-        if self.weights is None or self.weights.masters is None:
-            return stock()
-        self.weights.wait_for_cast()
-        return self.weights.masters.into_state(stock())
+        return stock() if self.group is None else self.group.into_state(stock())
 
     def offload(self, stock: Stock, *args, **kwargs) -> Any:
         """Move states of the engine to the CPU; BF16 shards are whole until they are back, where they are moved."""
         included = signature(stock).bind(*args, **kwargs).arguments.get("include")
-        if self.weights is not None and (included is None or any(one.value == "lp_params" for one in included)):
-            self.weights.restore_bf16()
+        if self.group is not None and (included is None or any(one.value == "lp_params" for one in included)):
+            self.group.restore_bf16()
         try:
             return stock(*args, **kwargs)
         except AssertionError as error:  # DeepSpeed asks before it moves anything
-            if self.weights is not None:
-                self.weights.drop_bf16()
+            if self.group is not None:
+                self.group.drop_bf16()
             if self.moments is None:
                 raise
             # DeepSpeed moves masters and moments of its FusedAdam alone.
@@ -338,8 +320,8 @@ class Lifecycle:
 
     def reload(self, stock: Stock, *args, **kwargs) -> Any:
         result = stock(*args, **kwargs)
-        if self.weights is not None:
-            self.weights.drop_bf16()
+        if self.group is not None:
+            self.group.drop_bf16()
         return result
 
     # ---------------------------------------------------------------- checkpoints
@@ -356,8 +338,8 @@ class Lifecycle:
         try:
             path, client_state = stock(*args, **kwargs)
         finally:
-            if self.weights is not None:
-                self.weights.load_wrote(frozen_only=True)  # DeepSpeed writes their shards, and calls nothing
+            if self.group is not None:
+                self.group.load_wrote(frozen_only=True)  # DeepSpeed writes their shards, and calls nothing
         # Popped, whether it is loaded or not: the user gets back the client state that was saved, and no more.
         states = {key: client_state.pop(key, None) if client_state else None for key in self.states}
         if path is not None and not signature(stock).bind(*args, **kwargs).arguments.get("load_module_only", False):

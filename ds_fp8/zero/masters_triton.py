@@ -1,4 +1,4 @@
-"""AdamW's step of masters as codes and corrections (masters.py) in one pass: a program takes block after block of 128 x 128.
+"""AdamW's step of masters as codes and corrections (coded_masters.py) in one pass: a program takes block after block of 128 x 128.
 
 It updates PART rows after another, stores their moments, and puts their new masters aside; then it has the amax of the
 block, and from that the scale, codes and corrections. Masters lie aside in a few MB that all blocks share, small enough
@@ -38,7 +38,7 @@ from ds_fp8.optim.masters_triton import decode_master, encode_master, kept_scale
 from ds_fp8.optim.moments import Moment
 from ds_fp8.optim.moments_triton import decode_tile, encode_store
 from ds_fp8.zero.cast_triton import alone_in, tiles_of
-from ds_fp8.zero.weight import ShardedWeight
+from ds_fp8.zero.param import FP8Param
 
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
 ONCE = tl.constexpr("evict_first")
@@ -56,7 +56,7 @@ def _put_masters(codes, corrections, w, scale, reciprocal, valid, POW2: tl.const
 
 @triton.jit(do_not_specialize=["seed", "count"], do_not_specialize_on_alignment=["programs"])
 def _step(
-    owner, table, apart, programs, count, aside, codes, corrections, old_scales, new_scales, amax,
+    owner, table, overrides, programs, count, aside, codes, corrections, old_scales, new_scales, amax,
     grad, skip, factor, exp_avg, exp_avg_scale, exp_avg_exponent, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent,
     beta1, beta2, eps, decay, step_size, root_factor, seed,
     KIND1: tl.constexpr, DTYPE1: tl.constexpr, MAX1: tl.constexpr, LOG2_MAX1: tl.constexpr, SMALLEST1: tl.constexpr, MANTISSA1: tl.constexpr,
@@ -107,8 +107,8 @@ def _step(
             v = decode_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
             m, v = new_moments(g, m, v, beta1, beta2)
             w = decode_master(load(its_codes + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
-            if apart is not None:
-                address = tl.load(apart + weight)
+            if overrides is not None:
+                address = tl.load(overrides + weight)
                 of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
                 w = tl.where(address != 0, of_user, w)
             w = new_master(w, m, v, decay, step_size, root_factor, eps, FAST)
@@ -158,7 +158,7 @@ def _step(
 class TileStep:
     """The step of one sub-group: one launch, and two more for blocks on several ranks."""
 
-    def __init__(self, members: Sequence[tuple[ShardedWeight, int]]):
+    def __init__(self, members: Sequence[tuple[FP8Param, int]]):
         self.whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
             number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
         )
@@ -221,10 +221,12 @@ class TileStep:
         if self._tables[0].device != device:
             self._tables = tuple(table.to(device) for table in self._tables)
             self._programs = {what: programs.to(device) for what, programs in self._programs.items()}
-        apart = [None if w.apart is None else w.apart.to(device, torch.float32) for w, _ in members]
+        overrides = [
+            None if w.master_override is None else w.master_override.to(device, torch.float32) for w, _ in members
+        ]
         addresses = None
-        if any(one is not None for one in apart):  # seldom: users have written to masters or weights
-            addresses = torch.tensor([0 if one is None else one.data_ptr() for one in apart], device=device)
+        if any(one is not None for one in overrides):  # seldom: users have written to masters or weights
+            addresses = torch.tensor([0 if one is None else one.data_ptr() for one in overrides], device=device)
         weight, whole = members[0][0], (slice(0, gradient.numel()), slice(None))
         # The buffers of all weights, from their beginnings: places in them are in the table.
         codes, corrections = (one.as_strided((1,), (1,), 0) for one in (weight.data, weight.correction))
@@ -248,7 +250,7 @@ class TileStep:
         launch(UPDATE, self._programs[UPDATE], scales)
         launch(MEASURE, self._programs[FINISH], scales)
 
-        def finish(agreed: torch.Tensor, skip: object, kept: list[torch.Tensor | None] = apart) -> None:
+        def finish(agreed: torch.Tensor, skip: object, kept: list[torch.Tensor | None] = overrides) -> None:
             """Launch the rest; masters in `kept`, which are read by their addresses, live until here."""
             launch(FINISH, self._programs[FINISH], agreed)
 

@@ -2,7 +2,7 @@
 
 A program has a block of 128 x 128 of a weight. It updates PART rows after another and keeps their new masters in its
 registers; then it has the amax of the block, and from that scale and codes. Of blocks that lie on two ranks it finds the
-amax of its part, and the cast that follows writes their codes (cast_set.py). What lies between weights in a sub-group
+amax of its part, and the cast that follows writes their codes (masters.py). What lies between weights in a sub-group
 (vectors, embeddings) is updated in the same launch, as blocks of rows of 128 elements that nobody casts.
 
 The bits are those of adamw_step (optim/adamw_step_triton.py) and of the casts of cast_triton.py, one after the other.
@@ -23,7 +23,7 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.adamw_step_triton import load, new_master, new_moments, store
 from ds_fp8.zero.cast_triton import alone_in, tiles_of
-from ds_fp8.zero.weight import ShardedWeight
+from ds_fp8.zero.param import FP8Param
 
 ONCE = tl.constexpr("evict_first")
 PART, WARPS = 32, 16
@@ -92,7 +92,7 @@ def _step_and_cast(
 class StepAndCast:
     """The step of one sub-group, and the casts of its weights: one launch, and one more for blocks that are not whole."""
 
-    def __init__(self, members: Sequence[tuple[ShardedWeight, int]], numel: int, codes: torch.Tensor):
+    def __init__(self, members: Sequence[tuple[FP8Param, int]], numel: int, codes: torch.Tensor):
         """Prepare the step of a sub-group of `numel` elements; `can_take` must have returned True for it.
 
         Args:
@@ -164,7 +164,7 @@ class StepAndCast:
                 )  # fmt: skip
 
 
-def can_take(members: Sequence[tuple[ShardedWeight, int]], numel: int) -> bool:
+def can_take(members: Sequence[tuple[FP8Param, int]], numel: int) -> bool:
     """Return whether StepAndCast can step a sub-group: its weights are cast alike, by blocks, and all lies evenly."""
     specs = {str(weight.spec): weight.spec for weight, _ in members}
     blocks = all(spec.granularity == "128x128" and not spec.by_torch for spec in specs.values())

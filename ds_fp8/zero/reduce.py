@@ -28,10 +28,11 @@ from torch.nn.functional import pad
 from ds_fp8.casts import group_amax, scale_from_amax
 from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.config.fp8 import GradientReduceConfig
-from ds_fp8.zero.collectives import GRADIENT, Message, Recent, Slices, WireMeter
+from ds_fp8.zero.collectives import GRADIENT, WireMeter
 from ds_fp8.zero.deepspeed.parameters import shard_group
 from ds_fp8.zero.gradients import GradientShards, has_kernel, sum_rows
 from ds_fp8.zero.hosts import Nodes
+from ds_fp8.zero.messages import Message, Recent, Slices
 
 SMALLEST = 4096
 """Gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter."""

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, amax_bits, scale_of, to_fp8
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.zero.collectives import SPAN, Message, Recent, Slices, Target, span_count
+from ds_fp8.zero.messages import SPAN, Message, Recent, Slices, Target, span_count
 
 GROUPS = 32
 """Groups of 128 that one program of _pack and _sum_rows takes."""
@@ -193,8 +193,7 @@ class _Cache:
         self._recent: Recent[tuple[Target, ...], _Tables] = Recent()
         self._captured: dict[tuple[Target, ...], _Tables] = {}
         """Tables that CUDA graphs read, for as long as there are gradients."""
-        self._of_one_graph: list[_Tables] = []
-        """Tables that are written by a graph itself, each for that graph alone."""
+        self._of_one_graph: list[_Tables] = []  # tables that are written by a graph itself, each for that graph alone
 
     def tables(self, targets: tuple[Target, ...], device: torch.device) -> _Tables:
         """Return (owner, table, programs, aligned) of a message's gradients."""

@@ -26,13 +26,13 @@ from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import RESIDUAL
 from ds_fp8.zero.collectives import GATHER, WireMeter
-from ds_fp8.zero.weight import Numbers, ShardedWeight, on_device
+from ds_fp8.zero.param import FP8Param, Numbers, on_device
 
 
 class OutlierWeight(NamedTuple):
     """A sharded weight with outlier channels."""
 
-    weight: ShardedWeight
+    weight: FP8Param
     residual: torch.Tensor
     """Bytes: codes [N, C] of all rows, a view of the buffer of all residuals; of a weight with room the outlier blocks
     of the shard's rows, behind their codes."""
@@ -47,7 +47,7 @@ class ReferenceResidualCast:
             write_residual(weight, residual, scales, source)
 
 
-def write_residual(weight: ShardedWeight, residual: torch.Tensor, scales: torch.Tensor, source: Numbers) -> None:
+def write_residual(weight: FP8Param, residual: torch.Tensor, scales: torch.Tensor, source: Numbers) -> None:
     """Write the residuals of one weight's shard into `residual`, or its outlier blocks, where it has room for them."""
     shard, at = weight.shard, weight.outliers.channels.long()
     if not shard.valid:
@@ -74,14 +74,14 @@ def write_residual(weight: ShardedWeight, residual: torch.Tensor, scales: torch.
 class OutlierResiduals:
     """Keeps the residuals of all weights with outlier channels up to date."""
 
-    def __init__(self, weights: Sequence[ShardedWeight], device: torch.device) -> None:
+    def __init__(self, weights: Sequence[FP8Param], device: torch.device) -> None:
         """Allocate the residuals of weights in the order of the shards: those of one product are neighbours."""
-        apart = [weight for weight in weights if not weight.has_room]
-        shapes = [(w.shard.shape[0], min(w.outliers.count, w.shard.shape[1])) for w in apart]
+        cut = [weight for weight in weights if not weight.has_room]
+        shapes = [(w.shard.shape[0], min(w.outliers.count, w.shard.shape[1])) for w in cut]
         numels = [rows * columns for rows, columns in shapes]
         self._buffer = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
         views = [flat.view(shape) for flat, shape in zip(self._buffer.split(numels), shapes, strict=True)]
-        self._weights = [OutlierWeight(weight, view) for weight, view in zip(apart, views, strict=True)]
+        self._weights = [OutlierWeight(weight, view) for weight, view in zip(cut, views, strict=True)]
         self._weights += [OutlierWeight(w, w.rows[:, whole_blocks(w.shard.shape[1]) :]) for w in weights if w.has_room]
         if device.type == "cuda":
             from ds_fp8.zero.cast_triton import TritonResidualCast
@@ -108,17 +108,17 @@ class OutlierResiduals:
             return
         # One collective for neighbours of one process group: what lies between belongs to products without channels,
         # and is zero. Each is added up over its own group alone: a sum of sums would be no code.
-        apart = [one for one in known if not one.weight.has_room]
-        runs = [list(run) for _, run in groupby(apart, lambda one: id(one.weight.shard.group))]
+        cut = [one for one in known if not one.weight.has_room]
+        runs = [list(run) for _, run in groupby(cut, lambda one: id(one.weight.shard.group))]
         parts = [self._from(run[0], run[-1]).zero_() for run in runs]
         # One launch; of shards on the host one after the other, for their copies are as large as they are.
         for some in [[one] for one in known] if any(one.weight.on_host for one in known) else [known]:
-            self._cast.write(some, scales, ShardedWeight.numbers)
+            self._cast.write(some, scales, FP8Param.numbers)
         for run, part in zip(runs, parts, strict=True):
             group = run[0].weight.shard.group
             dist.all_reduce(part, group=group)
             wire.count(GATHER, "all_reduce", part.nbytes, group)
-        for one in apart:
+        for one in cut:
             dtype = FORMATS[one.weight.spec.format].dtype
             setattr(one.weight.parameter, RESIDUAL, one.residual.view(dtype))
 

@@ -8,8 +8,8 @@
 Norm, factor and the decision to skip stay on the device: AdamW's kernel reads them. The host learns at the very end,
 when all of the step is enqueued, whether it was taken: schedulers and counters depend on it.
 
-The update writes FP8 codes of the new masters, too: of masters that are codes (masters.py), and where a kernel can of
-FP32 ones (one_pass.py).
+The update writes FP8 data of the new masters, too: of masters that are data (coded_masters.py), and where a kernel can
+of FP32 ones (masters.py).
 
 Values are those of DeepSpeed's step bit for bit, except that the norm is summed in another order.
 """
@@ -28,9 +28,8 @@ from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
 from ds_fp8.zero.gradients import GradientShards
-from ds_fp8.zero.masters import MasterSet
-from ds_fp8.zero.one_pass import OnePass, one_pass_of
-from ds_fp8.zero.weights import ShardedWeights
+from ds_fp8.zero.group import FP8ParamGroup
+from ds_fp8.zero.masters import Masters
 
 
 def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:
@@ -43,10 +42,8 @@ def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:
 class Launched(NamedTuple):
     """A step whose first kernel is launched, or about to be."""
 
-    skip: torch.Tensor
-    """Not zero where it changes nothing."""
-    take_back: Callable[[], None]
-    """Takes the step counts back."""
+    skip: torch.Tensor  # not zero where it changes nothing
+    take_back: Callable[[], None]  # takes the step counts back
 
 
 class Step:
@@ -58,6 +55,8 @@ class Step:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW):
         """Take the optimizer of a ZeRO-3 engine apart; `why_not` must have returned None."""
         self._zero, self._optimizer = ZeroStep(engine), optimizer
+        self._group: FP8ParamGroup | None = None
+        self._masters: list[Masters] = []  # of weights whose data the update writes
         self.gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
         self._zero.leave_gradients_in_place()
         self.end_backward: Callable[[], None] = self._zero.end_backward
@@ -65,19 +64,13 @@ class Step:
         self._skipped = 0
         self.launched: Launched | None = None
         """The step that is under way; the caller takes it away when all that follows a step is done."""
-        self.before_codes: Callable[[], None] = lambda: None
-        """Lets the stream wait until codes may be written."""
-        self.sets: list[MasterSet | OnePass] = []
-        """Weights whose codes the update writes."""
-        self.prepare_bf16: Callable[[], Callable[[], None]] = lambda: self._zero.write_bf16
-        """Returns what rounds the new masters into the BF16 shards; replaced where not all of those are needed."""
 
-    def write_codes_of(self, weights: ShardedWeights) -> None:
-        """Let the update write codes, of all sets of weights that it can."""
+    def quantize(self, group: FP8ParamGroup) -> None:
+        """Let the update write the data of weights that it can, and of BF16 shards only those that the group keeps."""
         numels = [masters.numel() for _, masters, _ in self._zero.sub_groups()]
-        one_pass = None if weights.trained is None else one_pass_of(weights.trained, self._optimizer, numels)
-        self.sets = [some for some in (weights.masters, one_pass) if some is not None]
-        self.before_codes = weights.before_codes
+        if group.trained is not None:
+            group.trained.quantize_in_step(self._optimizer, numels)
+        self._group, self._masters = group, [some for some in group.masters if some.steps]
 
     @torch.no_grad()
     def __call__(self) -> bool:
@@ -97,9 +90,9 @@ class Step:
         verdict = streams.Fetch(skip)
         # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
         zero.clear_model_gradients()
-        if self.sets:
-            self.before_codes()
-        for some in self.sets:
+        if self._masters:
+            self._group.before_update()
+        for some in self._masters:
             some.begin()
         work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(zero.sub_groups())]
         factor = self._factor(norm)
@@ -107,16 +100,17 @@ class Step:
         self.launched = Launched(skip, self._optimizer.prepare(masters for _, masters, *_ in work))
         self.gradients.close_step()
         self._optimizer.step(work=work, factor=factor, skip=skip)
-        for some in self.sets:
+        for some in self._masters:
             some.finish(skip)
-        write_bf16 = self.prepare_bf16()  # while the GPU is busy
+        # While the GPU is busy.
+        write_bf16 = zero.write_bf16 if self._group is None else self._group.prepare_bf16()
         if verdict.get():
             # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
             self.launched.take_back()
             zero.skip()
             self._say_skipped(norm)
             return False
-        for some in self.sets:
+        for some in self._masters:
             some.taken()
         write_bf16()
         zero.finish(norm / zero.loss_scale)
@@ -133,7 +127,7 @@ class Step:
 
     def _update_of(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
         """Return what takes AdamW's step of a sub-group in place of the optimizer, or None."""
-        updates = (some.update(sub_group, masters) for some in self.sets)
+        updates = (some.update(sub_group, masters) for some in self._masters)
         return next((update for update in updates if update is not None), None)
 
     def _say_skipped(self, norm: torch.Tensor) -> None:

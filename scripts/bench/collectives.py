@@ -97,7 +97,7 @@ def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict
 
         def refresh() -> None:
             shards.load_wrote()
-            shards.cast()
+            shards.requantize()
 
         engine.fp8.wire.take()
         refresh()

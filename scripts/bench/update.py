@@ -22,11 +22,10 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.optim.adamw import AdamStep, step_on
 from ds_fp8.optim.masters import kept_amax
 from ds_fp8.optim.moments import CODECS, Layout, Moment
-from ds_fp8.zero.cast_set import make_shard_cast
+from ds_fp8.zero.coded_masters import ReferenceStep
 from ds_fp8.zero.deepspeed.parameters import Shard
-from ds_fp8.zero.masters import ReferenceStep
-from ds_fp8.zero.stacks import place_scales, stacks_of
-from ds_fp8.zero.weight import ShardedWeight
+from ds_fp8.zero.masters import make_shard_cast, place_scales
+from ds_fp8.zero.param import FP8Param, stacks_of
 
 STEP = AdamStep(3, 1e-4, 0.9, 0.95, 1e-8, 0.1)
 COLUMNS = 4096
@@ -42,13 +41,13 @@ def moments(kept: str, numel: int) -> tuple[torch.Tensor | Moment, torch.Tensor 
     return moment(False), moment(True)
 
 
-def sharded(rows: int, weights: int, scale: str) -> tuple[list[ShardedWeight], torch.Tensor]:
+def sharded(rows: int, weights: int, scale: str) -> tuple[list[FP8Param], torch.Tensor]:
     """Weights of one rank, and their scales."""
     spec, made = CastSpec(granularity="128x128", scale=scale), []
     for _ in range(weights):
         parameter = nn.Parameter(torch.empty(0, dtype=torch.bfloat16, device=device()))
         shard = Shard(torch.Size((rows, COLUMNS)), 0, rows * COLUMNS, rows * COLUMNS, 1, None)
-        made.append(ShardedWeight(parameter, shard, spec))
+        made.append(FP8Param(parameter, shard, spec))
     scales = torch.full((place_scales(stacks_of(made)),), 5 * WEIGHT_STD, device=device())
     scales = scale_from_amax(kept_amax(scales, scale), "e4m3", scale)
     codes = torch.randint(0, 120, (rows * COLUMNS * weights,), dtype=torch.uint8, device=device())
@@ -60,11 +59,11 @@ def sharded(rows: int, weights: int, scale: str) -> tuple[list[ShardedWeight], t
     return made, scales
 
 
-def two_kernels(weights: list[ShardedWeight], scales: torch.Tensor, kept: str) -> float:
-    numel, codes = sum(weight.numel for weight in weights), weights[0].data._base
+def two_kernels(weights: list[FP8Param], scales: torch.Tensor, kept: str) -> float:
+    numel, codes = sum(weight.shard.numel for weight in weights), weights[0].data._base
     exp_avg, exp_avg_sq = moments(kept, numel)
     master = torch.randn(numel, device=device()) * WEIGHT_STD
-    parts = dict(zip(weights, master.split(weights[0].numel), strict=True))
+    parts = dict(zip(weights, master.split(weights[0].shard.numel), strict=True))
     gradient, step = gradients(kept, numel), step_on(device(), (exp_avg, exp_avg_sq))
     cast, skip = make_shard_cast(weights, codes, weights[0].spec), torch.zeros(1, dtype=torch.int32, device=device())
 
@@ -77,10 +76,10 @@ def two_kernels(weights: list[ShardedWeight], scales: torch.Tensor, kept: str) -
     return measure(update)
 
 
-def one_pass(weights: list[ShardedWeight], scales: torch.Tensor) -> float:
+def one_pass(weights: list[FP8Param], scales: torch.Tensor) -> float:
     from ds_fp8.zero.one_pass_triton import StepAndCast
 
-    size, numel = weights[0].numel, sum(weight.numel for weight in weights)
+    size, numel = weights[0].shard.numel, sum(weight.shard.numel for weight in weights)
     kernel = StepAndCast([(weight, size * index) for index, weight in enumerate(weights)], numel, weights[0].data)
     master, (exp_avg, exp_avg_sq) = torch.randn(numel, device=device()) * WEIGHT_STD, moments("fp32", numel)
     gradient, skip = gradients("fp32", numel), torch.zeros(1, dtype=torch.int32, device=device())
@@ -93,10 +92,9 @@ def one_pass(weights: list[ShardedWeight], scales: torch.Tensor) -> float:
     return measure(update)
 
 
-def one_kernel(
-    weights: list[ShardedWeight], scales: torch.Tensor, kept: str, tile: tuple[int, int, int] | None
-) -> float:
-    numel, starts = sum(weight.numel for weight in weights), range(0, len(weights) * weights[0].numel, weights[0].numel)
+def one_kernel(weights: list[FP8Param], scales: torch.Tensor, kept: str, tile: tuple[int, int, int] | None) -> float:
+    size = weights[0].shard.numel
+    numel, starts = size * len(weights), range(0, len(weights) * size, size)
     exp_avg, exp_avg_sq = moments(kept, numel)
     gradient, skip = gradients(kept, numel), torch.zeros(1, dtype=torch.int32, device=device())
     make = ReferenceStep

@@ -53,7 +53,7 @@ def gather_failing(engine, where: str):
     """Let the second rank fail in its third gather of weights, before or after it has taken part in the collective."""
     owner, name = deepspeed.zero.GatheredParameters, "__enter__" if "before" in where else "__exit__"
     if "codes" in where:
-        owner, name = type(engine.fp8.weights), "whole"
+        owner, name = type(engine.fp8.weights), "unsharded"
     gather, calls = getattr(owner, name), []
 
     def failing(*arguments):

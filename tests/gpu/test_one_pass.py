@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from ds_fp8.zero import step
+from ds_fp8.zero import masters
 from tests.zero import models, test_interrupted_step
 from tests.zero.test_one_pass import *  # noqa: F403
 
@@ -31,7 +31,7 @@ def run(one_pass, section, sizes, zero):
 
     Returns (reads of all masters by casts, steps skipped, losses, masters with codes and scales).
     """
-    apart = contextlib.nullcontext() if one_pass else mock.patch.object(step, "one_pass_of", return_value=None)
+    apart = contextlib.nullcontext() if one_pass else mock.patch.object(masters, "one_pass_kernels", return_value={})
     with apart:
         engine = models.build(models.config({"monitor": {"every": 0}, **section}, **zero), sizes=sizes)
     losses = models.train(engine, 3)
@@ -41,7 +41,7 @@ def run(one_pass, section, sizes, zero):
     weight = engine.module.layers[0].up.weight
     safe_set_full_fp32_param(weight, 1.5 * safe_get_full_fp32_param(weight))
     losses += models.train(engine, 3)
-    engine.fp8.weights.cast_and_wait()
+    engine.fp8.weights.requantize_and_wait()
     kept = {name: models.full_master(p).cpu() for name, p in engine.module.named_parameters()}
     for number, one in enumerate(engine.fp8.weights):
         kept |= {f"codes {number}": one.data.cpu(), f"scale {number}": one.scale.cpu()}

@@ -11,7 +11,7 @@ from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.research.formats import ResearchSpec, cast_matrix
-from ds_fp8.zero.weight import ReferenceShardCast
+from ds_fp8.zero.param import ReferenceShardCast
 from tests.zero import models
 from tests.zero.shard_casts import cast_on_all_ranks, weights_of
 

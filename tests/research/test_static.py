@@ -11,7 +11,7 @@ from ds_fp8.layers.head.loss import fuse_loss
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.monitor.statistics import add_cast_statistics
 from ds_fp8.research.formats import static_scale_type
-from ds_fp8.zero.weight import ReferenceShardCast
+from ds_fp8.zero.param import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
 from tests.zero.shard_casts import buffer_of, shards_of, weights_of

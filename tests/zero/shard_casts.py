@@ -11,8 +11,8 @@ from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero.deepspeed.parameters import Shard
-from ds_fp8.zero.stacks import place_scales, stacks_of
-from ds_fp8.zero.weight import ShardedWeight
+from ds_fp8.zero.masters import place_scales
+from ds_fp8.zero.param import FP8Param, stacks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(131, 301), (256, 128), (1, 5), (70, 131), (400, 16), (3, 1000), (128, 384)]
@@ -20,7 +20,7 @@ SHAPES = [(131, 301), (256, 128), (1, 5), (70, 131), (400, 16), (3, 1000), (128,
 
 def weights_of(
     rank: int, world: int, granularity: str, device: str, shapes=SHAPES, spec: CastSpec | None = None, channels: int = 0
-) -> list[ShardedWeight]:
+) -> list[FP8Param]:
     """Weights of these shapes as this rank of `world` would hold them, their codes zero.
 
     channels: outlier channels, for whose blocks those have room whose rows are not cut.
@@ -32,16 +32,16 @@ def weights_of(
         valid = max(0, min(length, rows * columns - rank * length))
         shard = Shard(torch.Size((rows, columns)), rank * length, length, valid, world, None)
         outliers = OutlierChannels(channels) if channels else None
-        weights.append(ShardedWeight(parameter, shard, spec or CastSpec(granularity=granularity), outliers))
+        weights.append(FP8Param(parameter, shard, spec or CastSpec(granularity=granularity), outliers))
     place_scales(stacks_of(weights))
-    numels = [weight.codes_in_shard for weight in weights]
+    numels = [weight.data_numel for weight in weights]
     codes = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
     for weight, data in zip(weights, codes.split(numels), strict=True):
         weight.data = data
     return weights
 
 
-def buffer_of(weights: list[ShardedWeight]) -> torch.Tensor:
+def buffer_of(weights: list[FP8Param]) -> torch.Tensor:
     """A zeroed flat buffer for the scales of `weights`."""
     end = max(weight.scale_start + weight.scale_numel for weight in weights)
     return torch.zeros(end, device=weights[0].data.device)
@@ -61,7 +61,7 @@ def exact_masters(shapes=SHAPES, seed: int = 0) -> list[torch.Tensor]:
     return masters
 
 
-def shards_of(masters: list[torch.Tensor], weights: list[ShardedWeight]) -> dict[ShardedWeight, torch.Tensor]:
+def shards_of(masters: list[torch.Tensor], weights: list[FP8Param]) -> dict[FP8Param, torch.Tensor]:
     """This rank's flat shards, with NaN where DeepSpeed leaves memory uninitialised."""
     result = {}
     for master, weight in zip(masters, weights, strict=True):

@@ -12,7 +12,7 @@ from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.train.model import shard_one_by_one
-from ds_fp8.zero.weight import ReferenceShardCast
+from ds_fp8.zero.param import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 

@@ -9,7 +9,7 @@ from deepspeed.utils import safe_get_full_grad
 
 import ds_fp8
 from ds_fp8.layers.linear import weights
-from ds_fp8.zero.stacks import Rooms
+from ds_fp8.zero.collectives import AllGather
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 from tests.zero.test_training import QUIET
@@ -190,7 +190,7 @@ def gathers(section, zero):
     model = causal_lm("qwen2")
     config = models.config({**QUIET, **section}, **zero)
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    seen, losses, stacked, extend, take = Counter(), [], weights._stacked, weights.extend_weight, Rooms.take
+    seen, losses, stacked, extend, take = Counter(), [], weights._stacked, weights.extend_weight, AllGather.allocate
 
     def watched(parts):
         result = stacked(parts)
@@ -201,16 +201,16 @@ def gathers(section, zero):
         seen["block"] += 1
         return extend(*arguments)
 
-    def taken(rooms, stack, *arguments):
-        seen["parted"] += len(stack) < len(rooms._product[stack[0]])
-        return take(rooms, stack, *arguments)
+    def taken(gather, stack, *arguments):
+        seen["parted"] += len(stack) < len(gather._product[stack[0]])
+        return take(gather, stack, *arguments)
 
-    weights._stacked, weights.extend_weight, Rooms.take = watched, extended, taken
+    weights._stacked, weights.extend_weight, AllGather.allocate = watched, extended, taken
     for step in range(STEPS):
         seen["block"] = 0
         ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
         losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
-    weights._stacked, weights.extend_weight, Rooms.take = stacked, extend, take
+    weights._stacked, weights.extend_weight, AllGather.allocate = stacked, extend, take
     held = [p for p in engine.module.parameters() if getattr(p, weights.GATHERED, None) is not None]
     return (losses, seen["copy"], seen["view"] > 0, seen["block"], len(held)), seen["parted"] > 0
 

@@ -11,8 +11,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim.adamw import AdamW
-from ds_fp8.zero import cast_set, one_pass
-from ds_fp8.zero.masters import MasterSet
+from ds_fp8.zero import masters as zero_masters
+from ds_fp8.zero import streams
+from ds_fp8.zero.coded_masters import CodedMasters
 from ds_fp8.zero.step import Step
 from tests.zero import models
 from tests.zero.test_parameter_gather import look_at_gathered
@@ -28,7 +29,7 @@ def engine_of(master, scale="pow2", own=True):
 def interrupt(engine, start, known=False):
     """End a step midway, all of whose kernels are launched: before the host knows that it counts, or after."""
     step = engine.fp8.step
-    end_midway(engine, start, *((step._zero, "finish") if known else (step, "prepare_bf16")))
+    end_midway(engine, start, *((step._zero, "finish") if known else (streams.Fetch, "get")))
 
 
 def end_midway(engine, start, place, name):
@@ -81,7 +82,7 @@ def masters_behind(interrupted):
     engine = engine_of("fp8_plus16", "fp32")  # scales that change with every step
     models.train(engine, 2)
     interrupt(engine, 2) if interrupted else models.train(engine, 1, start=2)
-    engine.fp8.weights.cast_and_wait()
+    engine.fp8.weights.requantize_and_wait()
     return masters(engine)
 
 
@@ -96,7 +97,7 @@ def torn(folder):
     models.train(engine, 2)
     engine.save_checkpoint(folder)
     saved, said = masters(engine), []
-    end_midway(engine, 2, MasterSet, "_take")  # codes are written, by other scales
+    end_midway(engine, 2, CodedMasters, "_use")  # codes are written, by other scales
     readers = (
         lambda: models.train(engine, 1),
         lambda: engine.step(),
@@ -127,7 +128,7 @@ def unlaunched(place, name):
     with models.deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         weight.data.fill_(0.5)
     end_midway(engine, 1, place, name)
-    numbers = engine.fp8.weights.whole(weight).dequantize()
+    numbers = engine.fp8.weights.unsharded(weight).dequantize()
     engine.step()
     return numbers, engine.get_global_grad_norm()
 
@@ -208,9 +209,7 @@ class Interrupt:
 @contextlib.contextmanager
 def in_one_pass():
     """Let kernels step and cast FP32 masters, through Triton's interpreter where there is no GPU."""
-    with contextlib.ExitStack() as patched:
-        for module in (cast_set, one_pass):
-            patched.enter_context(mock.patch.object(module, "has_kernels", return_value=True))
+    with mock.patch.object(zero_masters, "has_kernels", return_value=True):
         yield
 
 
@@ -240,7 +239,7 @@ def _at_every_line(engine, folder, overflow, far_apart):
     if overflow:  # what a user wrote holds until a step counts
         with models.deepspeed.zero.GatheredParameters([written], modifier_rank=0):
             written.data.fill_(0.5)
-        read = engine.fp8.weights.whole(written).dequantize()
+        read = engine.fp8.weights.unsharded(written).dequantize()
     wrong, line, ended = [], 1, 0
     while True:
         before = (masters(engine), counts(engine)) if overflow else None
@@ -253,12 +252,12 @@ def _at_every_line(engine, folder, overflow, far_apart):
             if overflow:
                 if not same(before, (masters(engine), counts(engine))):
                     wrong.append((interrupt.where, "a skipped step has changed masters or counts"))
-                if not torch.equal(engine.fp8.weights.whole(written).dequantize(), read):
+                if not torch.equal(engine.fp8.weights.unsharded(written).dequantize(), read):
                     wrong.append((interrupt.where, "what a user wrote is lost"))
             elif what := wrong_casts(engine):
                 wrong.append((interrupt.where, what))
         except UserError:
-            assert engine.fp8.weights.masters is not None
+            assert engine.fp8.weights.coded is not None
             engine.load_checkpoint(folder)
         line, ended = line + far_apart, ended + 1
 
@@ -269,7 +268,7 @@ def wrong_casts(engine):
     engine.fp8.weights.load_wrote()  # all casts are made again
     if loss != (again := loss_of(engine)):
         return f"codes: loss {loss} and {again}"
-    if engine.fp8.weights.masters is None:
+    if engine.fp8.weights.coded is None:
         bf16, whole = models.bf16_weights(engine), masters(engine)
         return next((f"BF16: {name}" for name in bf16 if not torch.equal(bf16[name], whole[name].bfloat16())), None)
     return None

@@ -8,12 +8,12 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.zero import weights
+from ds_fp8.zero import group
 from ds_fp8.zero.collectives import PeerMemory
 from tests.zero import models
 from tests.zero.test_outlier_residuals import WHOLE_ROWS
 
-CHOOSE = weights.choose
+CHOOSE = group.choose
 POINTS = (
     "before write",
     "after write",
@@ -138,12 +138,12 @@ def trained(point):
     """Losses and masters of a run whose ranks read each other's shards, one of them late; None: by collectives."""
     if point is not None:
         kind = type("Late", (Late,), {"point": point})
-        weights.choose = lambda numel, device, groups: kind(numel, device, groups[0])
+        group.choose = lambda numel, device, groups: kind(numel, device, groups[0])
     try:
         section = {"preset": "precise", "monitor": {"every": 0}}  # also outlier blocks, behind codes
         engine = models.build(models.config(section, stage3_prefetch_bucket_size=10**6), sizes=WHOLE_ROWS)
     finally:
-        weights.choose = CHOOSE
+        group.choose = CHOOSE
     losses = models.train(engine, 2)
     losses += models.train(engine, 1, start=2)
     by_copies = isinstance(engine.fp8.weights.transport, PeerMemory)

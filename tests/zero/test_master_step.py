@@ -9,7 +9,7 @@ from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.masters import kept_amax
-from ds_fp8.zero.masters import ReferenceStep
+from ds_fp8.zero.coded_masters import ReferenceStep
 from tests.optim.numbers import gradients, moment, numbers_of
 from tests.optim.test_kernels import assert_same_moment
 from tests.zero.shard_casts import DEVICE, buffer_of, weights_of
@@ -42,7 +42,7 @@ class Rank:
             part[: weight.shard.valid] = whole[weight.shard.start :][: weight.shard.valid]
             weight.write_master(part.to(DEVICE), scales)
             if shape in of_user:
-                weight.apart = 2 * part.to(DEVICE)
+                weight.master_override = 2 * part.to(DEVICE)
         numel, seed = sum(numels), 10 * rank
         layout = {"device": DEVICE}
         self.moments = (
@@ -69,7 +69,7 @@ def stepped(make, world, scale, kept, of_user=(), **options):
         last(new, options.get("skip"))
         for weight in rank.weights:
             if options.get("skip") is None:
-                weight.scale, weight.apart = weight.scales_in(new), None
+                weight.scale, weight.master_override = weight.scales_in(new), None
     return ranks, new
 
 

@@ -148,7 +148,7 @@ def writes(master, sizes=SIZES, disturbed=None):
     write_bf16(engine)
     untouched = torch.equal(before, safe_get_full_fp32_param(up))
     losses += models.train(engine, 2, start=6)
-    assert not any(weight.apart is not None for weight in engine.fp8.weights)
+    assert not any(weight.master_override is not None for weight in engine.fp8.weights)
     assert torch.equal(read, (1.25 if dist.get_rank() == 1 else 1.0) * local)
     return losses, set_to, whole(up), whole(down), untouched
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.layers.linear.weights import GATHERED, fprop_weight
-from ds_fp8.zero import collectives, weights
+from ds_fp8.zero import collectives
 from ds_fp8.zero.deepspeed.parameters import master_shard
 from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS as OTHERS
@@ -18,7 +18,7 @@ from tests.zero.test_training import QUIET
 SECTIONS = {**OTHERS, "precise": {"preset": "precise"}}
 ALIGNED, RAGGED = (256, 512), (131, 301)
 REUSED = {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8}
-COPIED = patch.object(weights, "ALIGNMENT", 1 << 62)
+COPIED = patch.object(collectives, "ALIGNMENT", 1 << 62)
 """Let no weight lie where it can be used."""
 
 
@@ -51,7 +51,7 @@ def sent_and_allocated():
     engine = build()
     models.train(engine, 1)
     weights = [module.weight for module in fp8_linears(engine).values()]
-    codes = engine.fp8.weights.codes
+    codes = engine.fp8.weights.data
 
     def refuse(*arguments, **options):
         raise AssertionError("one rank has nobody to gather from, or to send gradients to")
@@ -78,7 +78,7 @@ def change_masters(engine):
     for weight in gatherer:
         master_shard(weight.parameter).mul_(1.37)
     gatherer.step_wrote()
-    gatherer.cast()
+    gatherer.requantize()
 
 
 def gathered_over_a_step(left_out, preset):
@@ -127,7 +127,7 @@ def test_a_weight_fetched_over_a_step_is_the_new_one(ranks):
 def read_whole():
     engine = build()
     weight = fp8_linears(engine)["layers.0.up"].weight
-    found = engine.fp8.weights.whole(weight)
+    found = engine.fp8.weights.unsharded(weight)
     before = found.dequantize()
     change_masters(engine)
     return torch.equal(found.dequantize(), before)

@@ -15,8 +15,9 @@ from ds_fp8.casts.outliers import extend_weight, weight_residual
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import fprop_weight
+from ds_fp8.zero import param
+from ds_fp8.zero.param import FP8Param, ReferenceShardCast
 from ds_fp8.zero.residuals import OutlierResiduals, ReferenceResidualCast
-from ds_fp8.zero.weight import ReferenceShardCast, ShardedWeight
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 from tests.zero.shard_casts import DEVICE, buffer_of, shards_of, weights_of
@@ -43,7 +44,7 @@ def operands_of_whole_weights(section, sizes):
             finish()
         same[name] = models.same_cast(fprop_weight([linear.weight], linear.recipe), expected)
         linear.weight.partition()
-        read = shards.whole(linear.weight)
+        read = shards.unsharded(linear.weight)
         same[name] &= models.same_cast(read, whole) and read.data.is_contiguous()
     channels = {name: linear.recipe.outliers.channels.tolist() for name, linear in linears(engine)}
     return same, channels, sum(weight.has_room for weight in shards)
@@ -74,7 +75,7 @@ def losses_and_channels(room, section, sizes, steps):
     """Losses, and channels at the end, of weights with room for outlier blocks where there may be some, or without."""
     with pytest.MonkeyPatch.context() as patch:
         if not room:
-            patch.setattr(ShardedWeight, "may_have_room", False)
+            patch.setattr(param, "width_with_outliers", lambda columns, channels: columns)
         engine = models.build(models.config(section), sizes=sizes)
     assert any(weight.has_room for weight in engine.fp8.weights) == room
     losses = models.train(engine, steps)
@@ -171,7 +172,7 @@ def kernel_and_reference(master, sizes):
         torch.cuda.synchronize()  # the step writes them on a stream of its own
     shards = engine.fp8.weights
     pairs = []
-    for some in shards._sets:
+    for some in shards.masters:
         known = some._residuals._weights
         results = []
         for cast in (ReferenceResidualCast(), TritonResidualCast()):
@@ -181,7 +182,7 @@ def kernel_and_reference(master, sizes):
             for one in known:
                 if one.weight.has_room:
                     one.weight.block_scales_in(scales).zero_()
-            cast.write(known, scales, ShardedWeight.numbers)
+            cast.write(known, scales, FP8Param.numbers)
             results.append(torch.cat([*(one.residual.flatten() for one in known), scales.view(torch.uint8)]))
         pairs.append(results)
     return pairs
@@ -258,7 +259,7 @@ def losses_of_a_stack_of_both(room):
     """Losses of a model of whose q, k and v only q divides by three ranks, and how many weights have room."""
     with pytest.MonkeyPatch.context() as patch:
         if not room:
-            patch.setattr(ShardedWeight, "may_have_room", False)
+            patch.setattr(param, "width_with_outliers", lambda columns, channels: columns)
         engine, losses = decoder("qwen2", 3, SECTION, tokens(2, 64), 3)
     layer = engine.module.model.layers[0]
     weights = layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.up_proj

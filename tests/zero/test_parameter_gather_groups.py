@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.weights import GATHERED, can_stack, stacked_operand
-from ds_fp8.zero.weight import SCALE_ALIGNMENT
+from ds_fp8.zero.param import SCALE_ALIGNMENT
 from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS, SPECS, fp8_linears, gather
 from tests.zero.test_training import QUIET, assert_same
@@ -150,7 +150,7 @@ def room_beside(sizes):
     return (
         [weight.ds_numel for weight in weights],
         held,
-        [engine.fp8.weights.whole(weight).data.untyped_storage().nbytes() for weight in weights],
+        [engine.fp8.weights.unsharded(weight).data.untyped_storage().nbytes() for weight in weights],
     )
 
 

@@ -34,8 +34,8 @@ def loss(of) -> float:
 def codes(of) -> torch.Tensor | None:
     """FP8 shards cast from the present weights."""
     gather = of.fp8.weights
-    gather.cast_and_wait()
-    return gather.codes.clone()
+    gather.requantize_and_wait()
+    return gather.data.clone()
 
 
 def copies(first: str, second: str, trains: bool):

@@ -2,7 +2,7 @@
 
 Under FP8 parameter gather a weight carries its gathered FP8 bytes as `weight.fp8_gathered`, and `weight.data` is a
 placeholder that must not be read. q, k and v (gate and up) are multiplied as one matrix of their stacked rows; gathered
-ones already lie so in memory (zero/stacks.py), and the stacked operand is a view.
+ones already lie so in memory (zero/collectives.py), and the stacked operand is a view.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
     data = _stacked([operand.data.view(torch.uint8) for operand in operands]).view(first.data.dtype)
     if first.granularity == "128x128":
         scales = [operand.scale for operand in operands]
-        # Gathered weights of one product have their scales side by side (zero/stacks.py): no copy then.
+        # Gathered weights of one product have their scales side by side (zero/collectives.py): no copy then.
         scale = _view_of_adjacent(scales)
         if scale is None:
             columns = scales[0].shape[1]

@@ -32,12 +32,9 @@ class Shard:
 
     shape: torch.Size
     """Shape of the whole parameter as a matrix: the rows of stacked matrices (of experts) follow one another."""
-    start: int
-    """Flat index of the shard's first element."""
-    numel: int
-    """Elements of the shard with its padding; equal on all ranks."""
-    valid: int
-    """Elements of the shard that belong to the parameter; the rest is uninitialised memory."""
+    start: int  # flat index of the shard's first element
+    numel: int  # elements of the shard with its padding; equal on all ranks
+    valid: int  # elements of the shard that belong to the parameter; the rest is uninitialised memory
     world: int
     group: object
 
@@ -258,8 +255,7 @@ class Segment(NamedTuple):
     """A run of elements of a flat shard: this rank's part of a tensor, or padding."""
 
     numel: int
-    is_vector: bool
-    """True if the tensor is a norm's weight, a bias, or the like."""
+    is_vector: bool  # true if the tensor is a norm's weight, a bias, or the like
 
 
 def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[Segment]]]:
@@ -311,8 +307,10 @@ class PersistentGather:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._engine = engine
-        self._parameters: list[torch.nn.Parameter] = []
-        """Those that the memory is for."""
+        self._parameters: list[torch.nn.Parameter] = []  # those that the memory is for
+        self._memory = torch.empty(0)
+        self._gaps: list[torch.Tensor] = []
+        self._wholes: list[torch.Tensor] = []
 
     @torch.no_grad()
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> bool:

@@ -1,0 +1,280 @@
+"""Masters that are quantized data, or BF16, and corrections: the step that writes both, and DeepSpeed's view in FP32.
+
+A step is one pass over a weight, block by block: decode, update, amax, scale, encode (optim/masters.py). Blocks that
+lie on two ranks need an amax that both have a part in. They are updated twice, first for the amax alone:
+
+    update     every sub-group: blocks of this rank alone, and the amax of the others
+    finish     one all-reduce MAX of the amax of all sub-groups; then the others
+
+Those in BF16 need neither: AdamW's kernel reads and writes them in place of FP32 masters (SplitMasters).
+
+All of it on the stream of the step, before the host knows whether the step counts: where `skip` is not zero nothing is
+changed. Loads and users write FP32 numbers, which are encoded by the next requantize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from ds_fp8.config.errors import UserError
+from ds_fp8.optim.adamw import AdamStep, step_on
+from ds_fp8.optim.masters import SplitMasters, kept_amax
+from ds_fp8.optim.moments import Moment
+from ds_fp8.zero import streams
+from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.zero.deepspeed.masters import FlatMasters
+from ds_fp8.zero.deepspeed.parameters import bf16_shard, shard_of
+from ds_fp8.zero.masters import Masters
+from ds_fp8.zero.param import FP8Param, ReferenceShardCast, Stack
+
+Members = list[tuple[Any, int]]
+"""Parameters of a sub-group, each with the first of its elements there: FP8Params, or one SplitParameter."""
+Finish = Callable[[torch.Tensor, torch.Tensor | None], None]
+"""Takes the new scales of all weights, and `skip`."""
+
+
+class ReferenceStep:
+    """The step of one sub-group in torch, on any device; the oracle of the kernel. It has all of the FP32 masters."""
+
+    def __init__(self, members: Members):
+        self._members = members
+
+    def __call__(
+        self,
+        scales: torch.Tensor,
+        amax: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor | Moment,
+        exp_avg_sq: torch.Tensor | Moment,
+        step: AdamStep,
+        **options: Any,
+    ) -> Finish:
+        """Update moments, and raise the amax of all weights; return what writes data and corrections."""
+        flat = torch.zeros(gradient.numel(), device=gradient.device)
+        masters = {weight: flat[start : start + weight.shard.numel] for weight, start in self._members}
+        for weight, master in masters.items():
+            master.copy_(weight.master())
+        step_on(gradient.device, (exp_avg, exp_avg_sq))(flat, gradient, exp_avg, exp_avg_sq, step, **options)
+        for weight in masters:
+            ReferenceShardCast([weight], weight.spec).write_amax(amax, masters.__getitem__)
+
+        def finish(new_scales: torch.Tensor, skip: torch.Tensor | None) -> None:
+            for weight, master in masters.items():
+                if weight.shard.valid:
+                    weight.write_master(master, new_scales, skip)
+
+        return finish
+
+
+class SplitParameter:
+    """A parameter whose masters are its BF16 shard and corrections, in a sub-group of its own."""
+
+    def __init__(self, parameter: nn.Parameter):
+        self.parameter, self.shard = parameter, shard_of(parameter)
+        _, self._correction, self._ties = SplitMasters.of(bf16_shard(parameter))
+        # FP32 masters where the BF16 shard is not their rounding, for a user wrote either; dropped at the next step.
+        self.master_override: torch.Tensor | None = None
+        self._staged: torch.Tensor | None = None
+
+    @property
+    def kept(self) -> SplitMasters:
+        return SplitMasters(bf16_shard(self.parameter), self._correction, self._ties)
+
+    def master(self) -> torch.Tensor:
+        return self.kept.decode() if self.master_override is None else self.master_override
+
+    def load(self, masters: torch.Tensor) -> None:
+        self.kept.encode(masters)
+        self.master_override = self._staged = None
+
+    def bf16_written(self, before: torch.Tensor) -> None:
+        """Note that a user has written to the BF16 shard, which was `before`."""
+        if self.master_override is None:
+            self.master_override = self.kept._replace(bf16=before).decode()
+
+    def step(self, gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
+        """Take AdamW's step; where masters are overridden on a staged copy, committed unless the step is skipped."""
+        self._staged = None if self.master_override is None else self.master_override.to(gradient.device, copy=True)
+        masters = self.kept if self._staged is None else self._staged
+        step_on(gradient.device, (exp_avg, exp_avg_sq))(masters, gradient, exp_avg, exp_avg_sq, step, **options)
+
+    def taken(self) -> None:
+        if self._staged is not None:
+            self.load(self._staged)
+
+
+class CodedMasters(Masters):
+    """Weights whose masters are data and corrections; with them parameters whose masters are BF16 and corrections."""
+
+    steps = True
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, stacks: list[Stack], wire: WireMeter):
+        super().__init__(stacks, wire)
+        self._flat = FlatMasters(engine)
+        without = {id(p): p for some in self._flat.sub_groups.values() for p, *_ in some}
+        # By the id of their parameters.
+        self.split = {key: SplitParameter(p) for key, p in without.items() if key in self._flat.alone}
+        self._of = {id(weight.parameter): weight for weight in self.weights} | self.split
+        if without.keys() != self._of.keys():
+            raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are gathered as such")
+        self._members: dict[int, Members] = {
+            index: [(self._of[id(p)], start) for p, start, _ in some] for index, some in self._flat.sub_groups.items()
+        }
+        numels = [weight.shard.numel for weight in self.weights]
+        corrections = torch.zeros(sum(numels), dtype=torch.int16, device=self.device)
+        for weight, correction in zip(self.weights, corrections.split(numels), strict=True):
+            weight.correction = correction
+            weight.master_override = bf16_shard(weight.parameter)  # which DeepSpeed's masters would be copies of
+        self._kernels: dict[int, Any] = {}  # by sub-group, on a GPU
+        if self.device.type == "cuda":
+            from ds_fp8.zero.masters_triton import TileStep
+
+            coded = {index: some for index, some in self._members.items() if isinstance(some[0][0], FP8Param)}
+            self._kernels = {index: TileStep(members) for index, members in coded.items()}
+        self._residuals_due = False  # residuals are older than the data
+        self._amax = torch.empty(0)
+        self._unfinished: list[Finish] = []
+        self._finished = False  # a step was launched whole that is not noted as taken
+        # `skip` of a step of which a part was launched: data and corrections are neither old nor new if it is zero.
+        self._skip_of_part: torch.Tensor | None = None
+
+    @property
+    def stepped_in_torch(self) -> int:
+        """Return the number of weights that no kernel steps, on a GPU: each takes tens of launches a step."""
+        return sum(len(self._members[index]) for index, kernel in self._kernels.items() if not kernel.whole)
+
+    # ---------------------------------------------------------------- requantize what loads and users wrote
+
+    @property
+    def stale(self) -> bool:
+        """Return whether requantize is due, or residuals of what a step wrote."""
+        return self._residuals_due or super().stale
+
+    def requantize(self) -> None:
+        """Quantize what is stale, one by one, in torch: it is rare, and of FP32 numbers there is no room for many."""
+        stale = [weight for weight in self.weights if weight.stale]
+        if stale:
+            amax = torch.zeros(self.num_scales, device=self.device)
+            for weight in stale:
+                ReferenceShardCast([weight], weight.spec).write_amax(amax, FP8Param.numbers)
+            agreed, scales = self._agree(amax, kept_amax), self._scales.clone()
+            for weight in stale:
+                weight.scales_in(scales).copy_(weight.scales_in(agreed))
+            for weight in stale:
+                if weight.from_bf16:
+                    ReferenceShardCast([weight], weight.spec).cast(scales, FP8Param.numbers)
+                elif weight.shard.valid:
+                    if weight.master_override is not None and weight.master_override.device == self.device:
+                        # Freed below, maybe before this stream has read it.
+                        streams.used_by_current_stream(weight.master_override)
+                    weight.write_master(weight.master().to(self.device, torch.float32), scales)
+            self._use(scales)
+            self._residuals_due = True
+            for weight in stale:
+                weight.requantized()
+        self.write_residuals()
+        self._residuals_due = False
+
+    # ---------------------------------------------------------------- a step
+
+    def begin(self) -> None:
+        """Begin a step, behind the last reads of data and scales."""
+        self._finished = False
+        self._amax = torch.zeros(self.num_scales, device=self.device)
+        self._unfinished = []
+
+    def update(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
+        """Return what takes AdamW's step of a sub-group; None for one with FP32 masters."""
+        if sub_group not in self._members:
+            return None
+        members = self._members[sub_group]
+
+        def update(gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
+            self._skip_of_part = options["skip"]
+            if isinstance(members[0][0], SplitParameter):
+                members[0][0].step(gradient, exp_avg, exp_avg_sq, step, **options)
+                return
+            kernel = self._kernels.get(sub_group)
+            takes = kernel is not None and kernel.takes(exp_avg, exp_avg_sq)
+            taken = kernel if takes else ReferenceStep(members)
+            finish = taken(self._scales, self._amax, gradient, exp_avg, exp_avg_sq, step, **options)
+            self._unfinished.append(finish)
+
+        return update
+
+    def finish(self, skip: torch.Tensor) -> None:
+        """Write what needs the amax of other ranks. Collective; the host waits for nothing."""
+        scales = self._agree(self._amax, kept_amax)
+        while self._unfinished:
+            self._unfinished.pop(0)(scales, skip)
+        # At once, and not when the host knows whether the step counts: no scales of other data, should it end midway.
+        self._use(torch.where(skip != 0, self._scales, scales))
+        self._skip_of_part, self._finished = None, True
+
+    def taken(self) -> None:
+        """Note that the step counts: the data are those of new masters, over what a user wrote."""
+        for one in self.split.values():
+            one.taken()
+        for weight in self.weights:
+            weight.from_bf16 = False
+            weight.requantized()
+        self._residuals_due, self._finished = True, False
+
+    def step_ended_midway(self) -> None:
+        """Note a step that counts as taken if all of it was launched; else its masters are refused from now on."""
+        if self._finished:
+            self.taken()
+
+    def check(self) -> None:
+        """Raise UserError where data and corrections are those of half a step."""
+        if self._skip_of_part is not None and not self._skip_of_part.item():
+            raise UserError(
+                "an optimizer step ended midway, and masters that are codes and corrections are neither old nor new",
+                remedy="load a checkpoint (load_module_only does not load masters), or end the program",
+            )
+
+    # ---------------------------------------------------------------- DeepSpeed's view
+
+    @contextmanager
+    def read(self, parameter: nn.Parameter) -> Iterator[None]:
+        """Let DeepSpeed find the FP32 masters of one parameter."""
+        if id(parameter) not in self._of:
+            yield
+            return
+        self.check()
+        with self._flat.on_host(self._master, parameter):
+            yield
+
+    @contextmanager
+    def written(self, parameter: nn.Parameter | None = None) -> Iterator[None]:
+        """Let DeepSpeed write the FP32 masters of one parameter, or of all; the next requantize or step reads them."""
+        if parameter is not None and id(parameter) not in self._of:
+            yield
+            return
+        there: dict[nn.Parameter, torch.Tensor] = {}
+        try:
+            with self._flat.on_host(self._master, parameter) as there:
+                yield
+            if parameter is None:  # a load has all of them
+                self._skip_of_part = None
+        finally:
+            for one, masters in there.items():
+                if parameter is None and id(one) in self.split:
+                    self.split[id(one)].load(masters)  # of which DeepSpeed's loads make BF16 shards, too
+                else:
+                    self._of[id(one)].master_override = masters if parameter is None else masters.clone()
+
+    def into_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Put FP32 masters into a state dict of the ZeRO optimizer."""
+        self.check()
+        self._flat.in_state(state, self._master)
+        return state
+
+    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self._of[id(parameter)].master()

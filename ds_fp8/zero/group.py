@@ -386,7 +386,9 @@ class FP8ParamGroup:
         """
         self._wrote(())
         for pairs in in_runs(written, lambda pair: id(pair[0].shard.group)):
-            changed = [bool((bf16_shard(weight.parameter) != old)[: weight.shard.valid].any()) for weight, old in pairs]
+            # By bits: NaN differs from itself.
+            bits = ((w, bf16_shard(w.parameter).view(torch.int16), old.view(torch.int16)) for w, old in pairs)
+            changed = [bool((new != old)[: weight.shard.valid].any()) for weight, new, old in bits]
             # A rank whose part of the weight is unchanged must quantize it again as well, for its blocks share scales
             # with the others.
             flags = torch.tensor(changed, dtype=torch.int32, device=self.data.device)

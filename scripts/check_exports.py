@@ -182,8 +182,7 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
             # As the engine holds it, codes decoded, under transformers' names.
             whole: dict[str, torch.Tensor] = {}
             for entry, numbers in gathered(engine, plan):
-                of_entry = numbers if isinstance(numbers, dict) else {entry.name: numbers}
-                for name, own in of_entry.items():
+                for name, own in numbers.items():
                     whole[name] = own.dequantize(torch.bfloat16) if entry.quantized else own
                     whole[name] = whole[name].view(entry.form.shapes[name])
             twin = auto.from_config(tiny_config(kind), dtype=torch.bfloat16)

@@ -18,8 +18,8 @@ from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.files import check_writable
 from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.presets import AXES
-from ds_fp8.export.folder import SHARD_BYTES, NamedWeight, Progress, check_target, write_folder
-from ds_fp8.export.plan import Plan, adapters_refused, check_architecture, check_layout, make_plan
+from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
+from ds_fp8.export.plan import Entry, Numbers, Plan, adapters_refused, check_architecture, check_layout, make_plan
 from ds_fp8.layers.experts.selection import experts_left, names_of_experts
 from ds_fp8.layers.published import stored_buffers
 from ds_fp8.layers.selection import unconverted
@@ -225,9 +225,7 @@ def _rounds_first(
     return lambda name: model.get_parameter(name).numel() <= threshold
 
 
-def _read(
-    checkpoint: Path, plan: Plan, buffers: Mapping[str, torch.Tensor], progress: Progress
-) -> Iterator[dict[str, torch.Tensor]]:
+def _read(checkpoint: Path, plan: Plan, buffers: Mapping[str, torch.Tensor], progress: Progress) -> Iterator[Numbers]:
     """Yield the FP32 numbers of every entry of the plan, or its buffer, by name.
 
     Files are mapped, and what has been read of them stays in the process's memory while they are: they are opened again
@@ -247,16 +245,14 @@ def _read(
         yield found
 
 
-def _cast(
-    read: Iterator[dict[str, torch.Tensor]], plan: Plan, rounds_first: Callable[[str], bool]
-) -> Iterator[NamedWeight]:
+def _cast(read: Iterator[Numbers], plan: Plan, rounds_first: Callable[[str], bool]) -> Iterator[tuple[Entry, Numbers]]:
     for found, entry in zip(read, plan.entries, strict=True):
-        numbers = found.pop(entry.name)
-        # Rounded to BF16 before the cast, where training cast what it had gathered in BF16.
-        if not entry.quantized or rounds_first(entry.name):
-            numbers = numbers.to(entry.form.dtype)
-        if entry.quantized:
-            # Experts are stacks of matrices, cast as one matrix of all their rows, as training casts them.
-            numbers = quantize(numbers.flatten(0, -2), plan.cast.format, plan.cast.granularity, plan.cast.scale)
-        others = {name: other.to(entry.form.dtype) for name, other in found.items()}
-        yield entry.name, {entry.name: numbers, **others} if others else numbers
+        for name, numbers in found.items():
+            # Rounded to BF16 before the cast, where training cast what it had gathered in BF16.
+            if not entry.quantized or rounds_first(name):
+                numbers = numbers.to(entry.form.dtype)
+            if entry.quantized:
+                # Experts are stacks of matrices, cast as one matrix of all their rows, as training casts them.
+                numbers = quantize(numbers.flatten(0, -2), plan.cast.format, plan.cast.granularity, plan.cast.scale)
+            found[name] = numbers  # in place of those in FP32, whose memory is free then
+        yield entry, found

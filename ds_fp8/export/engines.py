@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
-from ds_fp8.export.plan import Entry, Plan, make_plan, named_tensors, plan_to_serve
+from ds_fp8.export.plan import Entry, Numbers, Plan, make_plan, named_tensors, plan_to_serve
 from ds_fp8.export.together import together
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
@@ -60,7 +60,7 @@ def export_engine(
         )
     progress = Progress(f"export {folder.name}", len(plan.entries))
     failures: list[Exception] = []
-    weights = ((entry.name, numbers) for entry, numbers in _gathered(engine, plan, failures, progress))
+    weights = _gathered(engine, plan, failures, progress)
 
     def write() -> None:
         if dist.get_rank() != 0:
@@ -84,7 +84,7 @@ def _gathered(
     plan: Plan,
     failures: list[Exception] | None = None,
     progress: Progress | None = None,
-) -> Iterator[tuple[Entry, torch.Tensor | QuantizedTensor]]:
+) -> Iterator[tuple[Entry, Numbers]]:
     """Yield the numbers of a plan. Collective; at the end all ranks raise what failed on one, before it is kept."""
     failures = [] if failures is None else failures
     for entry, numbers in gathered(engine, plan):
@@ -102,9 +102,7 @@ def _gathered(
     together(raise_first)
 
 
-def served_weights(
-    engine: deepspeed.DeepSpeedEngine,
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+def served_weights(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
     """Iterate over the weights of a live engine as servers load them, for rollouts in reinforcement learning.
 
     Collective: all ranks iterate to the end, between two steps. Weights of FP8 layers are gathered as the codes that
@@ -155,8 +153,8 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
     """Gather the parameters of a plan one by one. Collective: all ranks iterate to the end.
 
     Yields:
-        An entry, and its numbers as training computes with them, a QuantizedTensor for FP8; or the error that this rank
-        met at it, to be raised by `together` once no rank is in a gather.
+        An entry, and its numbers as training computes with them, by name; or the error that this rank met at it, to be
+        raised by `together` once no rank is in a gather.
     """
     parameters = stored_buffers(engine.module) | dict(engine.module.named_parameters())
     owners = {name: linear for name, linear in linear_layers(engine.module).items() if isinstance(linear, FP8Linear)}
@@ -176,7 +174,7 @@ def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[En
         in_fp8 = entry.quantized and gather is not None and gather.in_fp8(parameters[entry.name])
         found = {n: _joined(partial(numbers_of, entry, n, in_fp8), parameters[n]) for n in entry.form.shapes}
         error = next((numbers for numbers in found.values() if isinstance(numbers, Exception)), None)
-        yield entry, error or (found if len(found) > 1 else found[entry.name])
+        yield entry, error or found
 
 
 def _joined(gather: Callable[[], T], parameter: torch.nn.Parameter) -> T | Exception:

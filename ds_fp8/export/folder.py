@@ -24,12 +24,11 @@ from transformers import GenerationConfig, PretrainedConfig
 import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.export.plan import Numbers, Plan, named_tensors, quantization_config
+from ds_fp8.export.plan import Entry, Numbers, Plan, named_tensors, quantization_config
 
 SHARD_BYTES = 1 << 30
 CHECKSUMS = "checksums.sha256"
 WEIGHTS = "model.safetensors"
-NamedWeight = tuple[str, Numbers]
 
 
 class Progress:
@@ -86,7 +85,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def write_folder(
     folder: Path,
     plan: Plan,
-    weights: Iterable[NamedWeight],
+    weights: Iterable[tuple[Entry, Numbers]],
     config: PretrainedConfig,
     generation: GenerationConfig | None = None,
     tokenizer: Callable[[Path], object] | None = None,
@@ -95,7 +94,7 @@ def write_folder(
 ) -> None:
     """Write the folder under another name and rename it when it is complete; an existing one is replaced then.
 
-    `weights` are name and numbers of every entry of the plan, in its order: a QuantizedTensor for those in FP8. The
+    `weights` are the entries of the plan, in its order, each with its numbers by their names in the model. The
     configuration's `architectures` must name the model's class.
     """
     if generation is not None:
@@ -148,16 +147,15 @@ def make_readable(folder: Path) -> None:
             path.chmod(0o644)
 
 
-def _write_weights(folder: Path, plan: Plan, weights: Iterable[NamedWeight], shard_bytes: int) -> None:
+def _write_weights(folder: Path, plan: Plan, weights: Iterable[tuple[Entry, Numbers]], shard_bytes: int) -> None:
     # On the meta device: the split into files follows from shapes, before any number is read.
     planned = {name: tensor for entry in plan.entries for name, tensor in entry.tensors(plan).items()}
     pattern = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")
     split = split_torch_state_dict_into_shards(planned, filename_pattern=pattern, max_shard_size=shard_bytes)
     shard: dict[str, torch.Tensor] = {}
     done: set[str] = set()
-    entries = {entry.name: entry for entry in plan.entries}
-    for name, numbers in weights:
-        for part, own in entries[name].stored(numbers).items():
+    for entry, numbers in weights:
+        for part, own in entry.stored(numbers).items():
             shard |= {n: tensor.cpu() for n, tensor in named_tensors(part, own, plan.layout).items()}
         for file, names in split.filename_to_tensors.items():
             if file not in done and shard.keys() >= set(names):

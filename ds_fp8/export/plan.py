@@ -49,8 +49,8 @@ _STRATEGIES = {
 }
 
 
-Numbers = torch.Tensor | QuantizedTensor | dict[str, torch.Tensor]
-"""Of an entry: its tensor, FP8 weight, or tensors by name where a folder joins several."""
+Numbers = dict[str, torch.Tensor | QuantizedTensor]
+"""Tensors and FP8 weights by name."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,15 @@ class Entry:
         """Return the name in the model, of joined ones the first."""
         return next(iter(self.form.shapes))
 
-    def stored(self, numbers: Numbers) -> dict[str, torch.Tensor | QuantizedTensor]:
+    def stored(self, of_model: Numbers) -> Numbers:
+        """Return what the folder holds, by its names, of numbers by the model's."""
+        numbers = of_model[self.name]
         if self.form.parts is None:
             return {self.form.stored[0]: numbers}
-        if isinstance(numbers, QuantizedTensor):
-            return self._experts(numbers)
-        found = self.form.parts(numbers if isinstance(numbers, dict) else {self.name: numbers})
-        return {name: part if part.is_meta else part.contiguous() for name, part in found.items()}
-
-    def _experts(self, numbers: QuantizedTensor) -> dict[str, QuantizedTensor]:
-        """Return the matrix of each expert. The codes of experts [E, N, K] are [E*N, K], their scales likewise."""
+        if not isinstance(numbers, QuantizedTensor):
+            found = self.form.parts(of_model)
+            return {name: part if part.is_meta else part.contiguous() for name, part in found.items()}
+        # A matrix of each expert. The codes of experts [E, N, K] are [E*N, K], their scales likewise.
         shape = self.form.shapes[self.name]
         codes = self.form.parts({self.name: numbers.data.view(torch.uint8).view(shape)})
         scales = self.form.parts({self.name: numbers.scale.contiguous().view(shape[0], -1, numbers.scale.shape[-1])})
@@ -88,7 +87,7 @@ class Entry:
     def tensors(self, plan: Plan) -> dict[str, torch.Tensor]:
         dtype = torch.float8_e4m3fn if self.quantized else self.form.dtype
         empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in self.form.shapes.items()}
-        result = dict(self.stored(empty if len(empty) > 1 else empty[self.name]))
+        result = dict(self.stored(empty))
         for name, part in list(result.items()) if self.quantized else ():
             scales = scale_shape(part.shape, plan.cast.granularity)
             result[name + SCALE_SUFFIX[plan.layout]] = torch.empty(scales, dtype=torch.float32, device="meta")
@@ -138,19 +137,14 @@ def named_tensors(name: str, numbers: torch.Tensor | QuantizedTensor, layout: st
     return {name: numbers.contiguous()}
 
 
-def make_plan(
-    model: nn.Module,
-    left: Mapping[str, str],
-    linear: LinearConfig,
-    layout: str,
-) -> Plan:
+def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, layout: str) -> Plan:
     """Plan the folder of a model.
 
     Args:
         model: On any device, partitioned or without data too.
         left: Linear layers, and weights of experts, that training computed in BF16, with the reason.
         linear: How training cast weights. Those that an override casts in another way are stored in BF16.
-        layout: One of layouts.LAYOUTS.
+        layout: One of LAYOUTS.
     """
     check_architecture(getattr(model, "config", None))
     # As PEFT marks a model, its own or one of transformers: layers below adapters have other names.
@@ -201,11 +195,7 @@ def make_plan(
     return Plan(layout, cast, planned, _by_both_names(model, reasons | _beside_experts(model, planned, left), planned))
 
 
-def plan_to_serve(
-    model: nn.Module,
-    left: Mapping[str, str],
-    linear: LinearConfig,
-) -> Plan:
+def plan_to_serve(model: nn.Module, left: Mapping[str, str], linear: LinearConfig) -> Plan:
     """Plan the weights of a running server: in FP8 as training cast them; all in BF16 where no layout can."""
     why = linear.why_not_served
     if why is None:

@@ -77,9 +77,8 @@ def test_an_export_leaves_it_out_and_the_models_own_as_it_is(model, tmp_path):
     state = model.state_dict()
     model.config.architectures = [type(model).__name__]
     mine = settings(**VICUNA)
+    weights = ((entry, {entry.name: state[entry.name]}) for entry in plan.entries)
     with pytest.warns(UserWarning, match="temperature"):
-        write_folder(
-            tmp_path / "out", plan, ((e.name, state[e.name]) for e in plan.entries), model.config, generation=mine
-        )
+        write_folder(tmp_path / "out", plan, weights, model.config, generation=mine)
     assert mine.temperature == 0.9
     assert "top_p" not in json.loads((tmp_path / "out/generation_config.json").read_text())

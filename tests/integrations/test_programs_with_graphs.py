@@ -158,7 +158,7 @@ def test_micro_steps_run_as_graphs(ranks, tmp_path, program):
 
 
 def test_few_lengths_of_accumulated_micro_batches_are_not_called_many(ranks, tmp_path):
-    options = {"lengths": tuple(range(12, 17)), "gradient_accumulation_steps": 2, "max_steps": 10}
+    options = {"lengths": (12, 13, 14, 15), "gradient_accumulation_steps": 2, "max_steps": 12}
     ((_, _, _, said),) = ranks(1, ran, tmp_path, sft, options)[0]
     assert not [line for line in said if "more than 8 shapes" in line]
 

@@ -65,7 +65,7 @@ def export(folder: Path, model, layout: str, granularity: str = "128x128") -> di
     for entry in plan.entries:
         weight = quantize(state[entry.name], "e4m3", granularity) if entry.quantized else state[entry.name]
         expected[entry.name] = weight.dequantize(torch.bfloat16) if entry.quantized else weight
-        weights.append((entry.name, weight))
+        weights.append((entry, {entry.name: weight}))
     assert plan.quantized
     write_folder(folder, plan, weights, model.config, shard_bytes=300_000)
     return expected

@@ -10,6 +10,7 @@ Run by path, with the standard library alone: a few MiB, started in a moment. Me
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import os
@@ -131,8 +132,9 @@ class Judge:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # gone already, or no descriptor is left: strangers give theirs back
-            return self._close_strangers(len(self._strangers))
+        except OSError as error:  # gone already, or no descriptor is left: strangers give theirs back
+            none_left = error.errno in (errno.EMFILE, errno.ENFILE)
+            return self._close_strangers(len(self._strangers) if none_left else 0)
         lines, number = Lines(connection.fileno()), None
 
         def hear() -> None:

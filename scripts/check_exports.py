@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
 import socket
@@ -113,11 +114,8 @@ def _sizes(known: Any, kind: str) -> dict[str, Any]:
 
 def check(kind: str, folder: Path) -> dict[str, Any]:
     """Train, export and load a model of a type in this process."""
-    import logging
-
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers import logging as hf_logging
 
     import ds_fp8
     from ds_fp8.config.errors import UserError
@@ -125,8 +123,6 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
     from ds_fp8.export.engines import gathered, served_plan
     from ds_fp8.layers.published import stored_buffers
 
-    logging.getLogger("ds_fp8").setLevel(logging.ERROR)
-    hf_logging.set_verbosity_error()
     auto = AutoModelForImageTextToText if kind in MULTIMODAL else AutoModelForCausalLM
     torch.manual_seed(0)
     result: dict[str, Any] = {"type": kind, "status": "not built"}
@@ -310,6 +306,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
+        # Here and not in `check`, which tests call in processes that go on with other tests.
+        logging.getLogger("ds_fp8").setLevel(logging.ERROR)
+        logging.getLogger("transformers").setLevel(logging.ERROR)
         print(json.dumps(check(arguments.one, arguments.folder)), flush=True)
         os._exit(0)  # an engine that has failed may leave threads behind
     lines = arguments.results.read_text(encoding="utf-8").splitlines() if arguments.results.exists() else []

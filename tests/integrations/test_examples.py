@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import io
 import json
-import logging
 import os
 import re
 import runpy
@@ -14,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from ds_fp8.cluster.hosts import free_port
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.config.log import logger
 from tests.engine.graphs_in_python import in_every_engine
 from tests.integrations import accelerate_on_cpus
 from tests.integrations.programs import history, installed, small_model, small_tokenizer
@@ -108,15 +105,7 @@ def of_accelerate(program: str, folder: Path, arguments: tuple[str, ...]):
 
 def plain(folder: Path, program: str, *arguments: str):
     """(FP8 linears, what is printed, graphs) of a program that calls ds_fp8.initialize itself."""
-    # As in a process of its own: what ran before in this one may have configured logging.
-    logger.setLevel(logging.INFO)
-    with (
-        started(folder, program, *arguments),
-        in_every_engine(),
-        mock.patch.object(logging.getLogger(), "handlers", []),
-        mock.patch.object(logger, "handlers", logger.handlers[:1]),
-        contextlib.redirect_stdout(io.StringIO()) as printed,
-    ):
+    with started(folder, program, *arguments), in_every_engine(), contextlib.redirect_stdout(io.StringIO()) as printed:
         engine = runpy.run_path(program, run_name="__main__")["engine"]
     graphs = engine.fp8.graphs
     return engine.fp8.report["fp8_linears"], printed.getvalue(), (graphs.off, graphs.log.count("replayed for 0"))

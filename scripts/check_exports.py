@@ -219,6 +219,10 @@ def _computes_as(model: Any, twin: Any, inputs: dict[str, Any]) -> bool:
 
     for name, own in model.named_parameters():  # some weights are read in FP32
         twin.get_parameter(name).data = twin.get_parameter(name).data.to(own.dtype)
+    stored = model.state_dict().keys()
+    for name, own in model.named_buffers():  # what no folder holds is what transformers makes of it (GPT-J, CodeGen)
+        if name not in stored:
+            twin.get_buffer(name).data = own
     return bool(torch.equal(_logits(model, inputs), _logits(twin, inputs)))
 
 

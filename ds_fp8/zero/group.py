@@ -281,6 +281,19 @@ class FP8ParamGroup:
         self.wait_for_requantize()
         return self.coded.into_state(state)
 
+    def step(self, step: Callable[[], Any], skipped: Callable[[], bool]) -> Any:
+        """Take DeepSpeed's own step, of an optimizer other than AdamW, and requantize what it has changed."""
+        self.wait_for_requantize()  # it reads masters, on a stream of its own
+        try:
+            result = step()
+            if not skipped():
+                self.step_wrote()
+            self.requantize()
+            return result
+        except BaseException:
+            self.step_ended_midway()
+            raise
+
     def step_wrote(self) -> None:
         self._wrote(self.trained.weights if self.trained else (), by_step=True)
 

@@ -137,7 +137,7 @@ class ZeroStep:
         # As DeepSpeed's step leaves it: sub-groups without gradients, until the next backward ends.
         zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
 
-    def gather_persistent(self) -> None:
+    def unshard_persistent(self) -> None:
         self._zero._post_step(set())
 
     def clear_model_gradients(self) -> None:
@@ -181,16 +181,6 @@ class FlatBf16:
         groups = self._zero.fp16_partitioned_groups_flat
         groups[:] = [torch.full((1,), torch.nan, dtype=x.dtype, device=x.device).expand(len(x)) for x in groups]
         self._zero.lp_param_buffer = None  # the last reference
-
-
-def accumulates(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Return whether gradients are added to those of earlier micro-batches of the step."""
-    return engine.optimizer.micro_step_id > 0
-
-
-def accumulates_in_fp32(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Return whether gradients of several micro-batches are summed in FP32."""
-    return engine.optimizer.gradient_accumulation_dtype == torch.float32
 
 
 def overflowed(engine: deepspeed.DeepSpeedEngine) -> bool:

@@ -36,7 +36,7 @@ from ds_fp8.zero.deepspeed.parameters import (
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules
-from ds_fp8.zero.reduce import Reduction
+from ds_fp8.zero.reduce import ReduceScatter
 from ds_fp8.zero.step import Step, why_not
 
 
@@ -163,12 +163,12 @@ def parameters_with_corrections(model: nn.Module, trained: set[int]) -> dict[int
     return coded and coded | {id(p): True for p in others}
 
 
-def _reduction(state: FP8State) -> Reduction:
+def _reduction(state: FP8State) -> ReduceScatter:
     shards, config = state.step.gradients if state.step is not None else None, state.config.grad_reduce
     if state.conversion is None or config.format == "bf16":
-        return Reduction(state.wire, shards)
+        return ReduceScatter(state.wire, shards)
     state.nodes = find_nodes(state.hosts)
-    reduction = Reduction(state.wire, shards, config, state.nodes, state.health.observe_gradient)
+    reduction = ReduceScatter(state.wire, shards, config, state.nodes, state.health.observe_gradient)
     state.gradient_reduce = state.health.gradient_reduce = reduction
     return reduction
 

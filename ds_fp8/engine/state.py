@@ -22,7 +22,7 @@ from ds_fp8.zero.deepspeed.hooks import Hooks
 from ds_fp8.zero.deepspeed.parameters import partition_all
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.hosts import Hosts, Nodes
-from ds_fp8.zero.reduce import Reduction
+from ds_fp8.zero.reduce import ReduceScatter
 from ds_fp8.zero.step import Step
 
 CHECKPOINT_KEY = "ds_fp8"
@@ -42,7 +42,7 @@ class FP8State:
         self.loss: LossFusion | None = None
         self.health: Health | None = None
         self.weights: FP8ParamGroup | None = None
-        self.gradient_reduce: Reduction | None = None
+        self.gradient_reduce: ReduceScatter | None = None
         self.hosts: Hosts | None = None
         """Ranks by host; known with FP8 enabled."""
         self.nodes: Nodes | None = None

@@ -1,4 +1,4 @@
-"""Triton kernels of casts of shards (param.py, residuals.py): amax, cast, and residuals of all master shards of a rank, one launch each.
+"""Triton kernels of casts of shards (param.py, masters.py): amax, cast, and residuals of all master shards of a rank, one launch each.
 
 The weights are cut into tiles of 128 x 128 elements; a shard gives one program to each tile that it has a part of. A
 program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an
@@ -325,7 +325,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
 
 
 class TritonResidualCast:
-    """ReferenceResidualCast (residuals.py) in one launch; masters that are offloaded are copied to the device for it."""
+    """ReferenceResidualCast (masters.py) in one launch; masters that are offloaded are copied to the device for it."""
 
     def __init__(self) -> None:
         self._listed: list[tuple[int, ...]] = []

@@ -14,7 +14,7 @@ so: wherever stacking keeps the scales, it is a view (collectives.py).
 On one rank a shard is the weight: it is used where it lies, until the next requantize writes there.
 
 Weights with outlier channels whose shards are whole rows have room behind every row for the outlier block, which the
-rank of the row writes: their all-gathers bring the operand of fprop, and nothing of it is copied (residuals.py).
+rank of the row writes: their all-gathers bring the operand of fprop, and nothing of it is copied (masters.py).
 
 DeepSpeed holds a BF16 shard of every parameter, in one flat buffer, next to its FP32 master. Nobody reads most of them,
 and they are freed. What reads those of weights in FP8 (GatheredParameters, saving, loading) gets them rounded from the

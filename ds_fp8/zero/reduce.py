@@ -30,9 +30,8 @@ from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.collectives import GRADIENT, WireMeter
 from ds_fp8.zero.deepspeed.parameters import shard_group
-from ds_fp8.zero.gradients import GradientShards, has_kernel, sum_rows
+from ds_fp8.zero.gradients import GradientShards, Message, Recent, Slices, has_kernel, sum_rows
 from ds_fp8.zero.hosts import Nodes
-from ds_fp8.zero.messages import Message, Recent, Slices
 
 SMALLEST = 4096
 """Gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter."""
@@ -115,7 +114,7 @@ def pack_reference(
     scales_of[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
 
 
-class Reduction:
+class ReduceScatter:
     """Reduces gradients: those that are large enough to be worth a cast in FP8, the others as DeepSpeed does."""
 
     def __init__(

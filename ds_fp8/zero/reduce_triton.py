@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, amax_bits, scale_of, to_fp8
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.zero.messages import SPAN, Message, Recent, Slices, Target, span_count
+from ds_fp8.zero.gradients import SPAN, Message, Recent, Slices, Target, span_count
 
 GROUPS = 32
 """Groups of 128 that one program of _pack and _sum_rows takes."""
@@ -155,7 +155,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
     # The second axis is the rank: at most 65535 programs there, and the first axis takes a large gradient's groups.
     _pack[(triton.cdiv(slices.padded, GROUPS * BLOCK), world)](
         gradient.contiguous(), scale, clipped, message,
-        gradient.numel(), slices.length, slices.padded, slices.column, shape.width, shape.codes, shape.row_bytes,
+        gradient.numel(), slices.length, slices.padded, slices.column, shape.width, shape.row_numel, shape.row_bytes,
         shape.rows, TENSOR=scale is not None, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format],
         LARGEST=target.max, SMALLEST=SMALLEST_SCALE, num_warps=4,
     )
@@ -163,9 +163,9 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
 
 def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int) -> torch.Tensor:
     """Do sum_rows of gradients.py."""
-    total = torch.empty(shape.codes, device=message.device)
-    _sum_rows[(triton.cdiv(shape.codes, GROUPS * BLOCK),)](
-        message, total, shape.codes, shape.row_bytes, shape.rows, divisor, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format], num_warps=4
+    total = torch.empty(shape.row_numel, device=message.device)
+    _sum_rows[(triton.cdiv(shape.row_numel, GROUPS * BLOCK),)](
+        message, total, shape.row_numel, shape.row_bytes, shape.rows, divisor, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format], num_warps=4
     )
     return total
 
@@ -252,7 +252,7 @@ def add_rows(
         cache = _caches[squares] = _Cache()
     tables = cache.tables(tuple(targets), message.device)
     _add_rows[(tables.programs,)](
-        message, tables.owner, tables.table, gradient, squares, shape.codes, shape.row_bytes, divisor,
+        message, tables.owner, tables.table, gradient, squares, shape.row_numel, shape.row_bytes, divisor,
         ROWS=shape.rows, LOOPED=looped_rows(shape.rows), UNROLL=UNROLL, EXACT=divisor & (divisor - 1) == 0, ACCUMULATE=accumulate, ALIGNED=tables.aligned and gradient.data_ptr() % ALIGNMENT == 0, GROUPS=SPAN // BLOCK,
         DTYPE=TRITON_DTYPES[format], num_warps=WARPS,
     )

@@ -33,7 +33,7 @@ from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.collectives import Collectives, Transport, WireMeter, Work, choose
 from ds_fp8.zero.hosts import find_hosts, find_nodes
-from ds_fp8.zero.reduce import Reduction
+from ds_fp8.zero.reduce import ReduceScatter
 
 
 class Measured(NamedTuple):
@@ -187,9 +187,9 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
     """Measure the reduction of each group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
     shapes = list(SIZES[size].linears().items())
     wire = WireMeter()
-    reduction = Reduction(wire)
+    reduction = ReduceScatter(wire)
     if options is not None:
-        reduction = Reduction(wire, None, GradientReduceConfig(**options), find_nodes(find_hosts()))
+        reduction = ReduceScatter(wire, None, GradientReduceConfig(**options), find_nodes(find_hosts()))
 
     def reduce(parameters: dict[str, nn.Parameter]) -> None:
         reduction(

@@ -88,10 +88,8 @@ class SplitMasters(NamedTuple):
     """FP32 numbers [n], BF16 and corrections; written and read in pieces that begin at multiples of 8."""
 
     bf16: torch.Tensor
-    correction: torch.Tensor
-    """int16 [n]"""
-    ties: torch.Tensor
-    """Bits, uint8 [at least n / 8]: the correction, read as -32768, is 32768."""
+    correction: torch.Tensor  # int16 [n]
+    ties: torch.Tensor  # bits, uint8 [at least n / 8]: the correction, read as -32768, is 32768
 
     @classmethod
     def of(cls, bf16: torch.Tensor) -> SplitMasters:

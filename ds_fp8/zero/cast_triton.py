@@ -48,17 +48,16 @@ from ds_fp8.optim.masters_triton import decode_master
 from ds_fp8.zero.param import FP8Param, Numbers, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "origin", "scale_start", "scales_per_row", "pitch")
-ALIGNMENT = 16
-"""Elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes."""
+ALIGNMENT = 16  # elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes
 
+# Addresses, in bytes, of codes and residuals those of the weight's first row; the shard's part of the weight; lengths;
+# places in the buffer of scales; whether residuals are outlier blocks; the first 128 rows, and their program.
 RESIDUAL_FIELDS = (
     "source", "kind", "codes", "channels", "residual", "start", "stop", "columns", "count", "scale_start",
     "scales_per_row", "pitch", "residual_pitch", "has_room", "first_block", "first_program",
 )  # fmt: skip
-"""Addresses, in bytes, of codes and residuals those of the weight's first row; the shard's part of the weight; lengths;
-places in the buffer of scales; whether residuals are outlier blocks; the first 128 rows, and their program."""
+# Of what residuals are found from; int16: corrections of the codes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2}
-"""Of what residuals are found from; int16: corrections of the codes."""
 
 
 @triton.jit
@@ -192,8 +191,8 @@ class TritonShardCast:
             alone = torch.cat([alone_in(weight, *size) for weight, size in zip(self._weights, tiles, strict=True)])
         self._alone = alone.to(shards.device, torch.uint8)
         self._all = _Programs(torch.arange(len(owner), dtype=torch.int32), first, shards.device)
+        # Tiles that have no codes yet behind the launch for the amax.
         self._left = _Programs((~alone).nonzero()[:, 0].int(), first, shards.device)
-        """Tiles that have no codes yet behind the launch for the amax."""
         # Of all weights: the kernel is launched once and compiled for one answer. row[1:4]: columns, start and stop of
         # a shard; row[5] and row[8]: the places of its codes.
         self._aligned = all(number % ALIGNMENT == 0 for row in rows for number in (*row[1:4], row[5], row[8]))

@@ -33,10 +33,9 @@ from ds_fp8.zero.deepspeed.parameters import bf16_shard, shard_of
 from ds_fp8.zero.masters import Masters
 from ds_fp8.zero.param import FP8Param, ReferenceShardCast, Stack
 
+# Parameters of a sub-group, each with the first of its elements there: FP8Params, or one SplitParameter.
 Members = list[tuple[Any, int]]
-"""Parameters of a sub-group, each with the first of its elements there: FP8Params, or one SplitParameter."""
-Finish = Callable[[torch.Tensor, torch.Tensor | None], None]
-"""Takes the new scales of all weights, and `skip`."""
+Finish = Callable[[torch.Tensor, torch.Tensor | None], None]  # takes the new scales of all weights, and `skip`
 
 
 class ReferenceStep:

@@ -38,9 +38,9 @@ from ds_fp8.zero.param import FP8Param, Stack, in_runs, stacks_of
 
 GATHER, GRADIENT, EXCHANGE = "all_gather_bytes", "grad_bytes", "exchange_bytes"
 
+# Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
+# cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses.
 ALIGNMENT = 256
-"""Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
-cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses."""
 
 _live: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 

@@ -179,8 +179,8 @@ class GradientShards:
             self._spans[name] = slice(spans, spans := spans + span_count(numel))
         # Written whole by each pass, never added to: a sum per span of 4096 elements, final after the last micro-batch.
         self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
+        # Names, in the order of their arrival, for the last bit of the sum depends on it.
         self._unsummed: dict[str, None] = {}
-        """Names, in the order of their arrival, for the last bit of the sum depends on it."""
         self._arrived: set[str] = set()  # names of the gradients that were added since the last step
         self._written: dict[str, None] = {}  # names of the gradients that users wrote since the last step, in order
 

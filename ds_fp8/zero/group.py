@@ -56,8 +56,8 @@ from ds_fp8.zero.masters import FP32Masters, runs_of
 from ds_fp8.zero.param import FP8Param, Stack, State, in_runs, on_device, stacks_of
 from ds_fp8.zero.streams import profiled
 
+# A parameter whose BF16 shard a user may write to, and a copy of the shard from before.
 Written = tuple[FP8Param | SplitParameter, torch.Tensor]
-"""A parameter whose BF16 shard a user may write to, and a copy of the shard from before."""
 
 
 def _kind(stack: Stack) -> int:

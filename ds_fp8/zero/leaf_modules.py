@@ -74,14 +74,14 @@ class LeafCalls:
         module which is called with its input by name.
         """
         self._engine = engine
+        # Calls whose backward may come. A forward whose output was dropped, as of an evaluation with gradients enabled,
+        # leaves none. The same on all ranks: every call gathers weights, which is collective.
         self._calls: dict[nn.Module, list[weakref.ref[_Call]]] = {}
-        """Calls whose backward may come. A forward whose output was dropped, as of an evaluation with gradients
-        enabled, leaves none. The same on all ranks: every call gathers weights, which is collective."""
         self._open: dict[nn.Module, _Call] = {}
+        # Parameters, by id, without a gradient at the end of the present backward of their module.
         self._absent: set[int] = set()
-        """Parameters, by id, without a gradient at the end of the present backward of their module."""
+        # Parameters, by id, that were to be reduced before the last backward of their module.
         self._delayed: dict[int, nn.Parameter] = {}
-        """Parameters, by id, that were to be reduced before the last backward of their module."""
         for module in _leaf_modules(parameter for parameter in engine.module.parameters() if parameter.requires_grad):
             handles = [
                 # Before DeepSpeed's hooks, which test whether the input requires a gradient, and reduce.

@@ -75,8 +75,8 @@ def make_shard_cast(weights: Sequence[FP8Param], shards: torch.Tensor, spec: Cas
 class Masters:
     """Scales and residuals of weights that are quantized together; subclasses quantize, and take part in a step."""
 
+    # Whether an optimizer step writes data: by begin, update of every sub-group, finish, and taken where it counts.
     steps = False
-    """Whether an optimizer step writes data: by begin, update of every sub-group, finish, and taken where it counts."""
 
     def __init__(self, stacks: list[Stack], wire: WireMeter):
         """Give scales to weights that have their memory, `stacks` in the order of `runs_of`."""

@@ -41,10 +41,10 @@ from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.param import FP8Param
 
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
+# For what is read or written once: masters that lie aside stay in the cache before it.
 ONCE = tl.constexpr("evict_first")
-"""For what is read or written once: masters that lie aside stay in the cache before it."""
+# Rows that a program updates at once, its warps, and programs a multiprocessor: 8 elements and 80 registers a thread.
 PART, WARPS, PROGRAMS = 16, 8, 3
-"""Rows that a program updates at once, its warps, and programs a multiprocessor: 8 elements and 80 registers a thread."""
 
 
 @triton.jit
@@ -159,12 +159,12 @@ class TileStep:
     """The step of one sub-group: one launch, and two more for blocks on several ranks."""
 
     def __init__(self, members: Sequence[tuple[FP8Param, int]]):
+        # True if all rows and shards are multiples of 128, and all weights are cast alike.
         self.whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
             number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
         )
-        """True if all rows and shards are multiples of 128, and all weights are cast alike."""
+        # Whether all blocks of one rank alone are whole.
         self._even = all(weight.shard.shape[0] % BLOCK == 0 for weight, _ in members)
-        """Whether all blocks of one rank alone are whole."""
         self._members = members = [(weight, start) for weight, start in members if weight.shard.valid]
         tiles = [tiles_of(weight) for weight, _ in members]
         first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))

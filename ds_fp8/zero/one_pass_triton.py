@@ -26,8 +26,8 @@ from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.param import FP8Param
 
 ONCE = tl.constexpr("evict_first")
+# Rows that a program updates at once, and its warps: 118 registers a thread, and one program a multiprocessor.
 PART, WARPS = 32, 16
-"""Rows that a program updates at once, and its warps: 118 registers a thread, and one program a multiprocessor."""
 
 
 @triton.jit

@@ -46,9 +46,9 @@ from ds_fp8.zero.deepspeed.parameters import (
     reshard,
 )
 
+# Floats that the rows of 128x128 scales are padded to a multiple of: block-scaled products read them 16 bytes at a
+# time. The scales of every weight or fused product begin at a multiple of it too.
 SCALE_ALIGNMENT = 4
-"""Floats that the rows of 128x128 scales are padded to a multiple of: block-scaled products read them 16 bytes at a
-time. The scales of every weight or fused product begin at a multiple of it too."""
 
 
 class ShardLayout:
@@ -349,8 +349,8 @@ class FP8Param(ShardLayout):
         return buffer.as_strided((rows, self.pitch // BLOCK - used), self.scale_strides, self.scale_start + used)
 
 
+# Weights of one fused product, whose scales lie side by side, and so do their unsharded data; or one weight alone.
 Stack = list[FP8Param]
-"""Weights of one fused product, whose scales lie side by side, and so do their unsharded data; or one weight alone."""
 
 
 def stacks_of(weights: Iterable[FP8Param]) -> list[Stack]:
@@ -373,8 +373,7 @@ def in_runs(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     return list(runs.values())
 
 
-Numbers = Callable[[FP8Param], torch.Tensor]
-"""Returns what a weight is quantized from, as FP8Param.numbers."""
+Numbers = Callable[[FP8Param], torch.Tensor]  # returns what a weight is quantized from, as FP8Param.numbers
 
 
 def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

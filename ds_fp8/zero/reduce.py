@@ -33,17 +33,16 @@ from ds_fp8.zero.deepspeed.parameters import shard_group
 from ds_fp8.zero.gradients import GradientShards, Message, Recent, Slices, has_kernel, sum_rows
 from ds_fp8.zero.hosts import Nodes
 
-SMALLEST = 4096
-"""Gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter."""
+SMALLEST = 4096  # gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter
 
+# Codes of a place are a multiple of this: with their 4 scales of 4 bytes every row of a message begins at a multiple of
+# 16 bytes, for wide loads of both.
 ROW_ALIGNMENT = 4 * BLOCK
-"""Codes of a place are a multiple of this: with their 4 scales of 4 bytes every row of a message begins at a multiple
-of 16 bytes, for wide loads of both."""
 
 SATURATION_LIMIT = 1e-5
 GROWTH = 2.0 ** (1 / 1000)
+# Lower bound of amax, by which a division does not overflow; smaller gradients share its scale.
 _SMALLEST_AMAX = 2.0**-100
-"""Lower bound of amax, by which a division does not overflow; smaller gradients share its scale."""
 
 
 def is_reduced_in_fp8(shape: torch.Size) -> bool:

@@ -23,14 +23,10 @@ from ds_fp8.casts.primitives_triton import TRITON_DTYPES, amax_bits, scale_of, t
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
 from ds_fp8.zero.gradients import SPAN, Message, Recent, Slices, Target, span_count
 
-GROUPS = 32
-"""Groups of 128 that one program of _pack and _sum_rows takes."""
-WARPS = 8
-"""Warps of a program: 16 elements a thread, whose codes of one row are one access."""
-UNROLL = 8
-"""Rows whose loads are written out one after the other, and in flight together."""
-ALIGNMENT = 16
-"""Elements that all places must be a multiple of for accesses of 16 bytes."""
+GROUPS = 32  # groups of 128 that one program of _pack and _sum_rows takes
+WARPS = 8  # warps of a program: 16 elements a thread, whose codes of one row are one access
+UNROLL = 8  # rows whose loads are written out one after the other, and in flight together
+ALIGNMENT = 16  # elements that all places must be a multiple of for accesses of 16 bytes
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -182,8 +178,8 @@ class _Tables(NamedTuple):
     table: torch.Tensor
     programs: int
     aligned: bool
+    # Host tensors that a graph copies again at every replay, if they were made while it was captured.
     on_host: tuple[torch.Tensor, ...]
-    """Host tensors that a graph copies again at every replay, if they were made while it was captured."""
 
 
 class _Cache:
@@ -191,8 +187,8 @@ class _Cache:
 
     def __init__(self):
         self._recent: Recent[tuple[Target, ...], _Tables] = Recent()
+        # Tables that CUDA graphs read, for as long as there are gradients.
         self._captured: dict[tuple[Target, ...], _Tables] = {}
-        """Tables that CUDA graphs read, for as long as there are gradients."""
         self._of_one_graph: list[_Tables] = []  # tables that are written by a graph itself, each for that graph alone
 
     def tables(self, targets: tuple[Target, ...], device: torch.device) -> _Tables:
@@ -212,8 +208,7 @@ class _Cache:
         return tables
 
 
-_caches = WeakTensorKeyDictionary()
-"""By the sums of squares, which an engine has one tensor of: its tables end with it."""
+_caches = WeakTensorKeyDictionary()  # by the sums of squares, which an engine has one tensor of: its tables end with it
 
 
 def _tables(targets: tuple[Target, ...], device: torch.device) -> _Tables:

@@ -28,8 +28,7 @@ from ds_fp8.zero.deepspeed.parameters import bytes_to_gather, link_moments, orde
 from ds_fp8.zero.deepspeed.versions import TESTED
 from ds_fp8.zero.streams import profiled
 
-Stock = Callable[..., Any]
-"""DeepSpeed's own method."""
+Stock = Callable[..., Any]  # DeepSpeed's own method
 
 _AVERAGE_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _engines_alive = 0  # engines whose parameters' lists are handed to them

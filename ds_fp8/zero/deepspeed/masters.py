@@ -18,9 +18,9 @@ from deepspeed.runtime.zero.stage3 import FP32_FLAT_GROUPS, DeepSpeedZeroOptimiz
 from torch import nn
 
 _MADE = ("_create_fp16_sub_groups", "_create_fp32_partitions")
+# Takes a model and the ids of the parameters that are trained; returns the ids of those without FP32 masters, each with
+# whether it has a sub-group of its own.
 Choose = Callable[[nn.Module, set[int]], dict[int, bool]]
-"""Takes a model and the ids of the parameters that are trained; returns the ids of those without FP32 masters, each
-with whether it has a sub-group of its own."""
 
 
 @contextmanager
@@ -71,10 +71,10 @@ class FlatMasters:
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._zero = engine.optimizer
         coded: dict[int, bool] = getattr(self._zero, "_ds_fp8_coded", {})
+        # Ids of the parameters that have sub-groups of their own.
         self.alone = {key for key, alone in coded.items() if alone}
-        """Ids of the parameters that have sub-groups of their own."""
+        # By sub-group without FP32 masters its parameters, each with its first element there and their number.
         self.sub_groups: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
-        """By sub-group without FP32 masters its parameters, each with its first element there and their number."""
         for index, group in enumerate(self._zero.fp16_groups):
             if id(group[0]) in coded:
                 places = [self._zero.grad_position[self._zero.get_param_id(parameter)] for parameter in group]

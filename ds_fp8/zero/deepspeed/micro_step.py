@@ -23,8 +23,8 @@ _IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
 _GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
 _ACTIVE_BACKWARD = "_PartitionedParameterCoordinator__active_backward_submodules"
 _AVAILABLE_PARAMETERS = "_PartitionedParameterCoordinator__n_available_params"
+# Attributes of modules in which DeepSpeed's hooks count between forward and backward.
 COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
-"""Attributes of modules in which DeepSpeed's hooks count between forward and backward."""
 
 
 class _Discarded(deque):

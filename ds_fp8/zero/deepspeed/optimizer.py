@@ -45,8 +45,8 @@ class ZeroStep:
         self._engine, self._zero = engine, engine.optimizer
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self.group: object = self._zero.dp_process_group
+        # This rank's shards of all gradients, in the order of the flat masters; padding is zero.
         self.flat_gradient: torch.Tensor = self._zero.grad_partitions_flat_buffer
-        """This rank's shards of all gradients, in the order of the flat masters; padding is zero."""
 
     def name(self, parameter: torch.nn.Parameter) -> str:
         return self._names[id(parameter)]

@@ -17,8 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fp8.zero.deepspeed.methods import replace
 
-_ALIGNMENT = 512
-"""Bytes that the beginning of every parameter is a multiple of, as if torch had allocated it by itself."""
+_ALIGNMENT = 512  # bytes that the beginning of every parameter is a multiple of, as if torch had allocated it by itself
 
 
 def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
@@ -30,8 +29,8 @@ def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
 class Shard:
     """Position of this rank's shard in a partitioned parameter."""
 
+    # Shape of the whole parameter as a matrix: the rows of stacked matrices (of experts) follow one another.
     shape: torch.Size
-    """Shape of the whole parameter as a matrix: the rows of stacked matrices (of experts) follow one another."""
     start: int  # flat index of the shard's first element
     numel: int  # elements of the shard with its padding; equal on all ranks
     valid: int  # elements of the shard that belong to the parameter; the rest is uninitialised memory

@@ -121,7 +121,7 @@ class CodedMasters(Masters):
         self.split = {key: SplitParameter(p) for key, p in without.items() if key in self._flat.alone}
         self._of = {id(weight.parameter): weight for weight in self.weights} | self.split
         if without.keys() != self._of.keys():
-            raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are gathered as such")
+            raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are sharded as such")
         self._members: dict[int, Members] = {
             index: [(self._of[id(p)], start) for p, start, _ in some] for index, some in self._flat.sub_groups.items()
         }
@@ -146,7 +146,7 @@ class CodedMasters(Masters):
     @property
     def stepped_in_torch(self) -> int:
         """Return the number of weights that no kernel steps, on a GPU: each takes tens of launches a step."""
-        return sum(len(self._members[index]) for index, kernel in self._kernels.items() if not kernel.whole)
+        return sum(len(self._members[index]) for index, kernel in self._kernels.items() if not kernel.in_tiles)
 
     # ---------------------------------------------------------------- requantize what loads and users wrote
 

@@ -8,9 +8,9 @@ shards out of symmetric memory, at any time between two barriers.
 Both keep one promise: what `gather` delivers was written, on every rank, before the last `written` that lies before the
 gather, and no `write` lies in between. Ranks may be late at any point.
 
-The weights of one fused product (`GROUP`: q, k, v; gate, up) adjoin in the buffer that they are gathered into. Then a
-product reads them as one operand, which is a view. DeepSpeed may fetch them one by one, as its prefetch does where its
-bucket ends between them: the first all-gather allocates the buffer of the whole operand. Data that padding parts are
+The weights of one fused product (`GROUP`: q, k, v; gate, up) adjoin in the buffer that they are all-gathered into. Then
+a product reads them as one weight, which is a view. DeepSpeed may fetch them one by one, as its prefetch does where its
+bucket ends between them: the first all-gather allocates the buffer for all of them. Data that padding parts are
 copied: of a fetch of all of them when they arrive, else by the product.
 """
 
@@ -38,7 +38,7 @@ from ds_fp8.zero.param import FP8Param, Stack, in_runs, stacks_of
 
 GATHER, GRADIENT, EXCHANGE = "all_gather_bytes", "grad_bytes", "exchange_bytes"
 
-# Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
+# Bytes from the beginning of all shards that a product's weight may lie at a multiple of; elsewhere it is copied.
 # cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses.
 ALIGNMENT = 256
 
@@ -81,7 +81,7 @@ class Transport(Protocol):
         """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""
 
     def write(self) -> None:
-        """Let the current stream wait until no rank reads shards that were gathered so far.
+        """Let the current stream wait until no rank reads shards for the gathers so far.
 
         For this rank's own gathers, those too that were fetched ahead and that no product has waited for.
         """
@@ -306,11 +306,11 @@ class AllGather:
         landed, sent = {}, []
         for stack in stacks:
             if stack[0].shard.world == 1 and stack[0].start % ALIGNMENT == 0:
-                # One rank has the whole weight: its shard is what products read, and nothing is copied. Requantize
-                # would overwrite it while a product reads; it copies what is gathered at that moment.
+                # One rank has all of the weight: its shard is what products read, and nothing is copied. Requantize
+                # would overwrite it while a product reads; it copies what is unsharded at that moment.
                 landed.update((weight, weight.data) for weight in stack)
-            elif all(weight.unsharded_data is not None for weight in stack):
-                landed.update((weight, weight.unsharded_data) for weight in stack)
+            elif all(weight.kept_data is not None for weight in stack):
+                landed.update((weight, weight.kept_data) for weight in stack)
             else:
                 sent += stack
                 landed.update(zip(stack, self.allocate(stack, alone), strict=True))
@@ -339,14 +339,14 @@ class AllGather:
 
     def gather_kept(self, weights: Iterable[FP8Param]) -> None:
         """Gather data that every rank keeps, after they were written; the current stream waits. Collective."""
-        kept = sorted((weight for weight in weights if weight.unsharded_data is not None), key=lambda one: one.start)
+        kept = sorted((weight for weight in weights if weight.kept_data is not None), key=lambda one: one.start)
         for some in in_runs(kept, lambda weight: id(weight.shard.group)):
-            self._gather([weight.unsharded_data for weight in some], some).wait()
+            self._gather([weight.kept_data for weight in some], some).wait()
 
     def gather_again(self, weight: FP8Param) -> None:
         """Gather a weight that is unsharded once more, into the memory that it has. Collective."""
-        self._gather([weight.operand_data], [weight]).wait()
-        weight.finish_unshard(weight.operand_data, weight.scale)
+        self._gather([weight.unsharded_flat], [weight]).wait()
+        weight.finish_unshard(weight.unsharded_flat, weight.scale)
 
     def _gather(self, outputs: Sequence[torch.Tensor], weights: Sequence[FP8Param]):
         inputs, group = [weight.data for weight in weights], weights[0].shard.group
@@ -366,7 +366,7 @@ class AllGather:
             product = self._product[stack[0]]
         others = [weight for weight in product if weight not in stack]
         if _padded(product[:-1]) or any(
-            is_gathered(w.parameter) or not w.in_fp8 or w.unsharded_data is not None for w in others
+            is_gathered(w.parameter) or not w.in_fp8 or w.kept_data is not None for w in others
         ):
             product, others = stack, []  # not all would lie side by side
         lengths = [weight.shard.world * weight.data_numel for weight in product]

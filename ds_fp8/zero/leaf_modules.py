@@ -1,4 +1,4 @@
-"""ZeRO-3 leaf modules: modules whose parameters are gathered together, as those of all fused layers are.
+"""ZeRO-3 leaf modules: modules whose parameters are unsharded together, as those of all fused layers are.
 
 Three properties of DeepSpeed's leaf modules that FP8 layers need help with:
 
@@ -6,9 +6,9 @@ Three properties of DeepSpeed's leaf modules that FP8 layers need help with:
                 module's input is complete. If no input requires a gradient, torch runs the hook before the module's
                 backward: DeepSpeed then reduces zeros and, if this was the last module, releases all parameters.
                 Inputs that are passed by name torch does not look at.
-    calls       The hook runs for each call of the module, although the gradients are whole after the last one.
+    calls       The hook runs for each call of the module, although the gradients are complete after the last one.
     weights     ZeRO-3 detects a module that reads another module's weight (an external parameter) because that weight
-                is not gathered at the time. Inside a leaf module every weight is, and one gathered in FP8 reads as NaN.
+                is sharded at the time. Inside a leaf module no weight is, and one unsharded in FP8 reads as NaN.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LeafCalls:
                 replace(engine, parameter, BEFORE_BACKWARD, functools.partial(self._fetch, module))
 
     def delays(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient that is to be reduced now is not whole yet."""
+        """Return whether a gradient that is to be reduced now is not complete yet."""
         if not self._pending(leaf_module_of(parameter)):
             self._delayed.pop(id(parameter), None)
             return False

@@ -6,7 +6,7 @@
 An optimizer step may find amax and data as it updates: one pass over memory where two were (one_pass_triton.py). Then
 requantize has only the all-reduce of the amax left to do, and the blocks that lie on two ranks.
 
-Residuals of outlier channels (casts/outliers.py) are of those columns, and kept whole by every rank.
+Residuals of outlier channels (casts/outliers.py) are of those columns; every rank keeps all of them.
 
     data[n, c] = cast((master[n, k] - data[n, k] * scale) / row_scale[n])     k = channels[c]
 
@@ -100,7 +100,7 @@ class Masters:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of scales and residuals, which every rank has of whole weights."""
+        """Return the bytes of scales and residuals, which every rank has of unsharded weights."""
         residuals = 0 if self._residuals is None else self._residuals.nbytes
         return self.num_scales * torch.float32.itemsize + residuals
 
@@ -164,7 +164,7 @@ class FP32Masters(Masters):
             for same in in_runs(self.weights, lambda weight: str(weight.spec))
         ]
         # Of what requantize reads next, where a step has found it and written the data of blocks that are this rank's
-        # alone. Taken away by requantize, and by loads and writes of whole masters.
+        # alone. Taken away by requantize, and by loads and writes of all masters.
         self.amax: torch.Tensor | None = None
         self._amax_of_step = torch.empty(0)
         self._kernels: dict[int, Any] = {}  # by sub-group, of all that have weights here
@@ -288,12 +288,12 @@ def write_residual(weight: FP8Param, residual: torch.Tensor, scales: torch.Tenso
     place = place.clamp(0, shard.valid - 1)
     scale = weight.scales_in(scales)
     values = on_device(source(weight), at.device)[place]
-    codes = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
-    codes, scale_of_row = codes.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
-    of_row, of_code = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
-    found = residual_codes(values, codes, of_code, of_row, weight.spec.format)
+    data = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
+    data, scale_of_row = data.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
+    of_row, of_element = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
+    found = residual_codes(values, data, of_element, of_row, weight.spec.format)
     if weight.has_room:
-        residual.copy_(weight_block(found, decode(codes) * of_code, of_row, weight.spec.format))
+        residual.copy_(weight_block(found, decode(data) * of_element, of_row, weight.spec.format))
         weight.block_scales_in(scales).copy_(scale_of_row[:, None])
     else:
         residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])

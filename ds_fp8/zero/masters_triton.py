@@ -1,7 +1,7 @@
-"""AdamW's step of masters as codes and corrections (coded_masters.py) in one pass: a program takes block after block of 128 x 128.
+"""AdamW's step of masters as data and corrections (coded_masters.py) in one pass: a program takes block after block of 128 x 128.
 
-It updates PART rows after another, stores their moments, and puts their new masters aside; then it has the amax of the
-block, and from that the scale, codes and corrections. Masters lie aside in a few MB that all blocks share, small enough
+It updates PART rows after another, stores their moments, and stages their new masters; then it has the amax of the
+block, and from that the scale, data and corrections. Masters are staged in a few MB that all blocks share, small enough
 for the L2 cache: a block of them in registers would leave room for one program a multiprocessor.
 
     UPDATE     blocks that no other rank has a part of: everything
@@ -41,22 +41,22 @@ from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.param import FP8Param
 
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
-# For what is read or written once: masters that lie aside stay in the cache before it.
+# For what is read or written once: staged masters stay in the cache before it.
 ONCE = tl.constexpr("evict_first")
 # Rows that a program updates at once, its warps, and programs a multiprocessor: 8 elements and 80 registers a thread.
 PART, WARPS, PROGRAMS = 16, 8, 3
 
 
 @triton.jit
-def _put_masters(codes, corrections, w, scale, reciprocal, valid, POW2: tl.constexpr, EVEN: tl.constexpr):
+def _put_masters(data, corrections, w, scale, reciprocal, valid, POW2: tl.constexpr, EVEN: tl.constexpr):
     code, correction = encode_master(w, scale, reciprocal, POW2)
-    store(codes, code, valid, EVEN, ONCE)
+    store(data, code, valid, EVEN, ONCE)
     store(corrections, correction, valid, EVEN, ONCE)
 
 
 @triton.jit(do_not_specialize=["seed", "count"], do_not_specialize_on_alignment=["programs"])
 def _step(
-    owner, table, overrides, programs, count, aside, codes, corrections, old_scales, new_scales, amax,
+    owner, table, overrides, programs, count, staged, data, corrections, old_scales, new_scales, amax,
     grad, skip, factor, exp_avg, exp_avg_scale, exp_avg_exponent, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent,
     beta1, beta2, eps, decay, step_size, root_factor, seed,
     KIND1: tl.constexpr, DTYPE1: tl.constexpr, MAX1: tl.constexpr, LOG2_MAX1: tl.constexpr, SMALLEST1: tl.constexpr, MANTISSA1: tl.constexpr,
@@ -71,7 +71,7 @@ def _step(
         if tl.load(skip) != 0:
             return
     across_block, parts, many = tl.arange(0, 128), tl.arange(0, PART), tl.arange(0, 2 * PART)
-    aside += tl.program_id(0) * 128 * 128
+    staged += tl.program_id(0) * 128 * 128
     for index in range(tl.program_id(0), count, tl.num_programs(0)):
         program = tl.load(programs + index)
         weight = tl.load(owner + program).to(tl.int64)
@@ -85,7 +85,7 @@ def _step(
         begin = tl.multiple_of(tile_row * 128 * columns + tile % across * 128, 128)
         start, stop = tl.load(fields + 2) - begin, tl.load(fields + 3) - begin
         flat = tl.multiple_of(tl.load(fields + 7) - start, 128)
-        its_codes = codes + tl.multiple_of(tl.load(fields + 8) - start, 16)
+        its_data = data + tl.multiple_of(tl.load(fields + 8) - start, 16)
         its_corrections = corrections + tl.multiple_of(tl.load(fields + 9) - start, 16)
         old_scale = tl.load(old_scales + block)
         scale = old_scale
@@ -106,7 +106,7 @@ def _step(
             m = decode_tile(load(exp_avg + flat + place, valid, EVEN, ONCE), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
             v = decode_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
             m, v = new_moments(g, m, v, beta1, beta2)
-            w = decode_master(load(its_codes + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
+            w = decode_master(load(its_data + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
             if overrides is not None:
                 address = tl.load(overrides + weight)
                 of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
@@ -117,9 +117,9 @@ def _step(
             if WHAT != FINISH:
                 bits = tl.maximum(bits, amax_bits(w, 1))
             if WHAT == UPDATE:
-                tl.store(aside + (part + parts)[:, None] * 128 + across_block[None, :], w, eviction_policy="evict_last")
+                tl.store(staged + (part + parts)[:, None] * 128 + across_block[None, :], w, eviction_policy="evict_last")
             if WHAT == FINISH:
-                _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
+                _put_masters(its_data + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
             if WHAT != MEASURE:
                 noise1 = w
                 noise2 = w
@@ -145,13 +145,13 @@ def _step(
             tl.store(amax + block, largest)
         if WHAT == UPDATE:
             scale, reciprocal = kept_scale(largest, LARGEST, SMALLEST, POW2)
-            tl.debug_barrier()  # whoever put a master aside
+            tl.debug_barrier()  # until all masters are staged
             for part in range(0, 128, 2 * PART):
                 of_row = tl.multiple_of((part + many) * columns, [128])
                 valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
                 place = of_row[:, None] + across_block[None, :]
-                w = tl.load(aside + (part + many)[:, None] * 128 + across_block[None, :], eviction_policy="evict_last")
-                _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
+                w = tl.load(staged + (part + many)[:, None] * 128 + across_block[None, :], eviction_policy="evict_last")
+                _put_masters(its_data + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
             tl.debug_barrier()  # before the next block's lie there
 
 
@@ -160,7 +160,7 @@ class TileStep:
 
     def __init__(self, members: Sequence[tuple[FP8Param, int]]):
         # True if all rows and shards are multiples of 128, and all weights are cast alike.
-        self.whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
+        self.in_tiles = len({str(weight.spec) for weight, _ in members}) == 1 and all(
             number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
         )
         # Whether all blocks of one rank alone are whole.
@@ -182,7 +182,7 @@ class TileStep:
     def takes(self, exp_avg: torch.Tensor | Moment, exp_avg_sq: torch.Tensor | Moment) -> bool:
         """Return whether the kernel can step these weights and moments; the same on all ranks."""
         moments = [moment for moment in (exp_avg, exp_avg_sq) if isinstance(moment, Moment)]
-        return self.whole and all(m.layout.granularity == "1x128" and m.codec.emulated is None for m in moments)
+        return self.in_tiles and all(m.layout.granularity == "1x128" and m.codec.emulated is None for m in moments)
 
     def __call__(
         self,
@@ -201,7 +201,7 @@ class TileStep:
         """Take the step of blocks that no other rank has a part of, and write the amax of all.
 
         Args:
-            scales: Of the codes, FP32, all weights'.
+            scales: Of the data, FP32, all weights'.
             amax: FP32, all weights', zeros.
             gradient: Flat, of the sub-group.
             exp_avg: Likewise.
@@ -227,12 +227,12 @@ class TileStep:
         addresses = None
         if any(one is not None for one in overrides):  # seldom: users have written to masters or weights
             addresses = torch.tensor([0 if one is None else one.data_ptr() for one in overrides], device=device)
-        weight, whole = members[0][0], (slice(0, gradient.numel()), slice(None))
+        weight, everything = members[0][0], (slice(0, gradient.numel()), slice(None))
         # The buffers of all weights, from their beginnings: places in them are in the table.
-        codes, corrections = (one.as_strided((1,), (1,), 0) for one in (weight.data, weight.correction))
+        data, corrections = (one.as_strided((1,), (1,), 0) for one in (weight.data, weight.correction))
         arguments = (
-            amax.view(torch.int32), gradient, skip, factor, *state_arguments(exp_avg, *whole),
-            *state_arguments(exp_avg_sq, *whole), step.beta1, step.beta2, step.eps, step.decay, step.step_size,
+            amax.view(torch.int32), gradient, skip, factor, *state_arguments(exp_avg, *everything),
+            *state_arguments(exp_avg_sq, *everything), step.beta1, step.beta2, step.eps, step.decay, step.step_size,
             step.root_factor, seed or 0,
         )  # fmt: skip
         options = common_arguments(exp_avg, exp_avg_sq, gradient, skip, seed, stochastic)
@@ -241,9 +241,9 @@ class TileStep:
         def launch(what: tl.constexpr, programs: torch.Tensor, new_scales: torch.Tensor) -> None:
             if len(programs):
                 at_once = min(len(programs), PROGRAMS * multiprocessors(device))
-                aside = torch.empty(at_once if what is UPDATE else 0, BLOCK, BLOCK, device=device)
+                staged = torch.empty(at_once if what is UPDATE else 0, BLOCK, BLOCK, device=device)
                 _step[(at_once,)](
-                    *self._tables, addresses, programs, len(programs), aside, codes, corrections, scales, new_scales, *arguments, WHAT=what,
+                    *self._tables, addresses, programs, len(programs), staged, data, corrections, scales, new_scales, *arguments, WHAT=what,
                     EVEN=self._even and what is UPDATE, PART=PART, num_warps=WARPS, maxnreg=80, **options
                 )
 

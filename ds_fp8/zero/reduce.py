@@ -35,8 +35,8 @@ from ds_fp8.zero.hosts import Nodes
 
 SMALLEST = 4096  # gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter
 
-# Codes of a place are a multiple of this: with their 4 scales of 4 bytes every row of a message begins at a multiple of
-# 16 bytes, for wide loads of both.
+# The width of a place is a multiple of this: with the 4 scales of 4 bytes every row of a message begins at a multiple
+# of 16 bytes, for wide loads of both.
 ROW_ALIGNMENT = 4 * BLOCK
 
 SATURATION_LIMIT = 1e-5
@@ -66,7 +66,7 @@ def pack(
         message: Written in place.
         shape: Shape of the message.
         slices: Where the gradient lies in it.
-        format: Format of the codes.
+        format: Format of the data.
         scale: FP32 [], one scale for the whole gradient, with saturation; None gives every group of 128 its own.
         clipped: int32 [], where the elements that saturated in units of `scale` are counted, NaN left out.
     """
@@ -102,15 +102,15 @@ def pack_reference(
         clipped.add_((in_units.abs() > target.max).sum())
     in_units = in_units.clamp(-target.max, target.max)
     if target.codec is not None:
-        codes = target.codec.encode(in_units, None)
+        data = target.codec.encode(in_units, None)
     else:
-        codes = in_units.to(target.dtype).view(torch.uint8)
+        data = in_units.to(target.dtype).view(torch.uint8)
     groups = slice(slices.column // BLOCK, (slices.column + slices.padded) // BLOCK)
     columns = slice(slices.column, slices.column + slices.padded)
-    codes_of, scales_of = shape.parts(message)
+    all_data, all_scales = shape.parts(message)
     by_place = (shape.places, shape.rows, -1)
-    codes_of[:, :, columns] = codes.view(by_place).transpose(0, 1)
-    scales_of[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
+    all_data[:, :, columns] = data.view(by_place).transpose(0, 1)
+    all_scales[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
 
 
 class ReduceScatter:
@@ -124,15 +124,14 @@ class ReduceScatter:
         nodes: Nodes | None = None,
         observe: Callable[[torch.Tensor, str, torch.Tensor | None], None] | None = None,
     ):
-        """Make a reduction with these settings.
+        """Make a reduction of the section "grad_reduce", of an FP8 format; without a section nothing is quantized.
 
         Args:
             wire: Counts the bytes that this rank sends.
             shards: What the means are added to; None where DeepSpeed adds the slices that are returned.
-            config: The section "grad_reduce", of an FP8 format; None casts nothing.
+            config: The section.
             nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
-            observe: Is shown every gradient that is cast, its name, and its scale or None where every 128 elements have
-                their own.
+            observe: Gets every gradient that is quantized, its name, and its scale (None: one every 128 elements).
         """
         self._wire, self._shards, self._config, self._nodes, self._observe = wire, shards, config, nodes, observe
         self._left_out = frozenset[str]()
@@ -275,7 +274,7 @@ class AutomaticScale:
     """One scale per gradient that all ranks agree on, adapted over time (FP8-LM, arXiv 2310.18313, section 2.1).
 
         amax   = max over all ranks of |g|
-        scale  = 1 / (mu * 2^floor(log2(largest / amax)))        codes are cast(g / scale), saturated
+        scale  = 1 / (mu * 2^floor(log2(largest / amax)))        data are cast(g / scale), saturated
 
     mu starts at 1. It halves after a reduction in which more than 0.001% of the tensor's elements saturated on any
     rank, and otherwise grows so as to double in 1000 reductions (one a micro-batch): the small elements of a gradient

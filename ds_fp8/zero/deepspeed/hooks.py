@@ -64,7 +64,7 @@ class Hooks:
     def __init__(self, engine: deepspeed.DeepSpeedEngine, count_gather: Callable[[int, object], None] | None = None):
         """Replace the methods of an engine; `count_gather` gets the bytes and the group of DeepSpeed's own gathers."""
         self.own_step: Any = None  # Step (zero/step.py), in place of the optimizer's
-        self.group: Any = None  # FP8ParamGroup (zero/group.py): weights that are gathered in FP8
+        self.group: Any = None  # FP8ParamGroup (zero/group.py): weights that are unsharded in FP8
         self.leaf_calls: Any = None  # LeafCalls (zero/leaf_modules.py): knows when a gradient is complete
         self.reduce_scatter: Any = None  # ReduceScatter (zero/reduce.py)
         self.moments: Any = None  # AdamW (optim/adamw.py), which holds the moments in formats of its own
@@ -164,7 +164,7 @@ class Hooks:
     def all_gather(
         self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, hierarchy: int | None = None
     ) -> Any:
-        """Gather parameters of this engine for readers of BF16, and those that stay whole between steps."""
+        """Gather parameters of this engine for readers of BF16, and those that stay unsharded between steps."""
         streams.wait_event(self._written)  # as in `all_gather_coalesced`
         with profiled("gather"):
             params = self._counted(params)
@@ -185,14 +185,14 @@ class Hooks:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Drop gathered parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
+        """Reshard parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
         # Before DeepSpeed frees the data: it compares the BF16 shards from before with those from after.
         before = self.group.reshard(params, has_been_updated) if self.group is not None else None
         stock(params, force=force, has_been_updated=has_been_updated, free_data=free_data)
         if self.group is not None:
             self.group.resharded(params, before)
-        # Only then were shards written: an ordinary release frees the gathered copy alone, and later gathers need not
-        # wait.
+        # Only then were shards written: an ordinary release frees the unsharded copy alone, and later gathers
+        # need not wait.
         if has_been_updated:
             self._written = streams.record_event()
 
@@ -316,7 +316,7 @@ class Hooks:
         return stock() if self.group is None else self.group.into_state(stock())
 
     def offload_states(self, stock: Stock, *args, **kwargs) -> Any:
-        """Move states of the engine to the CPU; BF16 shards are whole until they are back, where they are moved."""
+        """Move states of the engine to the CPU; all BF16 shards exist until they are back, where they are moved."""
         included = signature(stock).bind(*args, **kwargs).arguments.get("include")
         if self.group is not None and (included is None or any(one.value == "lp_params" for one in included)):
             self.group.restore_bf16()

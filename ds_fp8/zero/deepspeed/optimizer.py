@@ -112,7 +112,7 @@ class ZeroStep:
     def begin(self) -> None:
         """Do what DeepSpeed does before a step; gradients are complete on the current stream then."""
         self._zero._pre_step()
-        # A weight that is still gathered would keep its old values after the step.
+        # A weight that is still unsharded would keep its old values after the step.
         self._zero._partition_all_parameters()
         # The last buckets may still be summed there. No record_stream: gradient shards live as long as the engine.
         streams.wait_stream(self._zero.reduce_and_partition_stream)

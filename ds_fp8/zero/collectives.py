@@ -22,7 +22,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -53,22 +52,18 @@ def allocated_bytes() -> int:
 # ---------------------------------------------------------------- transports of FP8 shards
 
 
-@dataclass(frozen=True)
-class Work:
-    """Gathers in flight."""
-
-    wait: Callable[[], None]  # lets the current stream wait for all of them; on a device without streams, the host
+Wait = Callable[[], None]  # lets the current stream wait for gathers in flight; on a device without streams, the host
 
 
-def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
     """Begin to gather flat [n_i] into flat [ranks * n_i], in the order of the ranks, all in one launch of NCCL."""
     # torch has no public name for this; DeepSpeed's all_gather_coalesced loses the handle.
     # NCCL begins all of them in one launch, on its own stream behind the current one. The tensors live at least until
-    # Work.wait: whoever gathers holds outputs in the handle, and inputs are views of the buffer of all shards.
+    # the wait: whoever gathers holds outputs in the handle, and inputs are views of the buffer of all shards.
     with distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
         for output, shard in zip(outputs, inputs, strict=True):
             distributed_c10d.all_gather_into_tensor(output, shard, group=group, async_op=True)
-    return Work(manager.wait)
+    return manager.wait
 
 
 class Transport(Protocol):
@@ -89,7 +84,7 @@ class Transport(Protocol):
     def written(self) -> None:
         """Let the current stream wait until all ranks have written what they were writing."""
 
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
         """Begin to gather every input, a view of `local`, into its output, behind what the current stream holds.
 
         Args:
@@ -121,7 +116,7 @@ class Collectives:
     def written(self) -> None:
         """Wait for nothing: a gather of another rank reads nothing here before it begins here, behind the writing."""
 
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
         stream = streams.current_stream()
         if stream not in self._readers:
             self._readers.append(stream)
@@ -171,7 +166,7 @@ class PeerMemory:
         self.local[:1] = 0
         return None if read == list(range(1, len(read) + 1)) else "a read of another rank's memory returned wrong bytes"
 
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object = None) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object = None) -> Wait:
         before = streams.current_stream()
         # One stream for all copies of this rank: they share the copy engines anyway, and one event behind the last is
         # enough for `write` to know that all have read.
@@ -185,7 +180,7 @@ class PeerMemory:
                     peer = self._of_rank[rank][start : start + numel]
                     output[rank * numel : (rank + 1) * numel].copy_(peer, non_blocking=True)
             self._done = streams.record_event()
-        return Work(functools.partial(streams.wait_event, self._done))
+        return functools.partial(streams.wait_event, self._done)
 
     def write(self) -> None:
         # The last copy's event stands for all of them: they run on one stream.
@@ -224,7 +219,10 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
     gpus = {place.gpu for place in places}
     if len(gpus) < len(places):
         return "several ranks share a GPU"
-    problem = reason_of_any(_why_unreadable(device.index, visible, gpus), group)
+    # CUDA answers for GPUs that this process sees only; whether the memory of others can be mapped, mapping it tells.
+    others = [index for index, uuid in enumerate(visible) if index != device.index and uuid in gpus]
+    readable = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
+    problem = reason_of_any(None if readable else "the GPUs cannot read each other's memory", group)
     if problem is not None:
         return problem
     memory, alike = None, len({place.index for place in places}) < len(places)
@@ -244,17 +242,6 @@ def reason_of_any(reason: str | None, group: object = None) -> str | None:
     reasons: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)
     return next(filter(None, reasons), None)
-
-
-def _why_unreadable(device: int, visible: tuple[str, ...], gpus: set[str]) -> str | None:
-    """Return why this rank's GPU cannot read the memory of one of the others, or None.
-
-    CUDA answers for GPUs that this process sees only; whether the memory of others can be mapped, mapping it tells.
-    """
-    for index, uuid in enumerate(visible):
-        if index != device and uuid in gpus and not torch.cuda.can_device_access_peer(device, index):
-            return "the GPUs cannot read each other's memory"
-    return None
 
 
 @contextmanager
@@ -317,7 +304,7 @@ class AllGather:
         for weight in weights:
             weight.unshard()  # behind the buffers, which are left for weights that are not on their way
         # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
-        work = self._gather([landed[weight] for weight in sent], sent) if sent else None
+        wait = self._gather([landed[weight] for weight in sent], sent) if sent else None
         scales = {weight: weight.scale for weight in sent}  # those of the data just sent, also after requantize
 
         def finish() -> None:
@@ -325,12 +312,15 @@ class AllGather:
             # DeepSpeed waits for a prefetch that nobody used on the stream of the products. Waiting and copies stay on
             # the stream that the buffers were allocated on: there they are reused in order.
             with streams.on_stream(stream):
-                if work is not None:
-                    work.wait()
+                if wait is not None:
+                    wait()
                 if len(sent) < len(weights):
                     self._ready()  # there may have been a requantize since; those in place are its result
                 for stack in stacks:
-                    unsharded.update(zip(stack, _without_padding(stack, landed), strict=True))
+                    data = [landed[weight][: weight.unsharded_numel] for weight in stack]  # views, without padding
+                    if _padded(stack[:-1]):  # which parts them: copied, to adjoin
+                        data = torch.cat(data).split([weight.unsharded_numel for weight in stack])
+                    unsharded.update(zip(stack, data, strict=True))
             streams.wait_stream(stream)
             for weight, mine in unsharded.items():
                 weight.finish_unshard(mine, scales.get(weight, weight.scale))
@@ -341,14 +331,14 @@ class AllGather:
         """Gather data that every rank keeps, after they were written; the current stream waits. Collective."""
         kept = sorted((weight for weight in weights if weight.kept_data is not None), key=lambda one: one.start)
         for some in in_runs(kept, lambda weight: id(weight.shard.group)):
-            self._gather([weight.kept_data for weight in some], some).wait()
+            self._gather([weight.kept_data for weight in some], some)()
 
     def gather_again(self, weight: FP8Param) -> None:
         """Gather a weight that is unsharded once more, into the memory that it has. Collective."""
-        self._gather([weight.unsharded_flat], [weight]).wait()
+        self._gather([weight.unsharded_flat], [weight])()
         weight.finish_unshard(weight.unsharded_flat, weight.scale)
 
-    def _gather(self, outputs: Sequence[torch.Tensor], weights: Sequence[FP8Param]):
+    def _gather(self, outputs: Sequence[torch.Tensor], weights: Sequence[FP8Param]) -> Wait:
         inputs, group = [weight.data for weight in weights], weights[0].shard.group
         self._wire.count(GATHER, "all_gather", sum(data.nbytes for data in inputs), group)
         return self._transport.gather(outputs, inputs, group)
@@ -378,14 +368,6 @@ class AllGather:
         """Leave no memory beside a weight that is there no longer."""
         for other in self._product[weight]:
             self._left.pop(other, None)
-
-
-def _without_padding(stack: Stack, landed: dict[FP8Param, torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the data of every weight of a stack, flat and adjacent: views, or copies where padding parts them."""
-    data = [landed[weight][: weight.unsharded_numel] for weight in stack]
-    if _padded(stack[:-1]):
-        return torch.cat(data).split([weight.unsharded_numel for weight in stack])
-    return data
 
 
 def _padded(weights: Iterable[FP8Param]) -> bool:

@@ -8,13 +8,7 @@ Weights whose scale needs no amax need no all-reduce. The result is bit-equal to
 (Micikevicius et al. quantize whole tensors; a block on the edge of two shards is why its amax must be agreed). At every
 all-gather only the bytes of the shards travel: every rank knows all scales already.
 
-Weights of one fused product arrive as adjacent row slices of one buffer if no padding parts them, and their scales lie
-so: wherever stacking keeps the scales, it is a view (collectives.py).
-
 On one rank a shard is the weight: it is used where it lies, until the next requantize writes there.
-
-Weights with outlier channels whose shards are whole rows have room behind every row for the outlier block, which the
-rank of the row writes: their all-gathers bring the weight as fprop reads it, and nothing is copied (masters.py).
 
 DeepSpeed holds a BF16 shard of every parameter, in one flat buffer, next to its FP32 master. Nobody reads most of them,
 and they are freed. What reads those of weights in FP8 (GatheredParameters, saving, loading) gets them rounded from the
@@ -56,8 +50,7 @@ from ds_fp8.zero.masters import FP32Masters, runs_of
 from ds_fp8.zero.param import FP8Param, Stack, State, in_runs, on_device, stacks_of
 from ds_fp8.zero.streams import profiled
 
-# A parameter whose BF16 shard a user may write to, and a copy of the shard from before.
-Written = tuple[FP8Param | SplitParameter, torch.Tensor]
+Written = tuple[FP8Param | SplitParameter, torch.Tensor]  # a user may write its BF16 shard, which was this before
 
 
 def _kind(stack: Stack) -> int:
@@ -244,11 +237,7 @@ class FP8ParamGroup:
         self._quantized = streams.record_event()  # products read what is kept as they read shards
 
     def pin_scales(self) -> None:
-        """Keep the scales where they are from now on: requantize writes them in place, for CUDA graphs read them.
-
-        Between steps. Until then every requantize has scales of its own, so that whoever holds the earlier ones keeps
-        them.
-        """
+        """Keep the scales where they are from now on, between steps: requantize writes in place what graphs read."""
         if not self._pinned:
             self.requantize_and_wait()  # the pinned buffer begins with copies of the present scales
             for some in self.masters:
@@ -353,11 +342,10 @@ class FP8ParamGroup:
                 self.wait_for_requantize()  # it may still write what masters are decoded from
             weight.unshard_bf16()
 
-    def part_from_shards(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy BF16 weights that are the shard itself (one rank)."""
-        for weight in self._of(parameters):
-            weight.part_from_shard()
-        for parameter in (one.parameter for one in self._split(parameters)):
+    def copy_from_shards(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy BF16 weights that are the shard itself (one rank): writes are found by comparing the two."""
+        weights = [weight for weight in self._of(parameters) if weight.in_fp8 and weight.has_bf16]
+        for parameter in (one.parameter for one in (*weights, *self._split(parameters))):
             if parameter.data_ptr() == bf16_shard(parameter).data_ptr():
                 parameter.data = parameter.data.clone()
 
@@ -433,7 +421,8 @@ class FP8ParamGroup:
         self.wait_for_requantize()
         for weight in self._of(parameters):
             weight.leave_fp8()
-            weight.keep_bf16()
+            weight.make_bf16()  # what a user wrote there stays
+            weight.frees_bf16 = False
 
     def end_fp8(self) -> None:
         """Gather all weights in BF16 from now on, on all ranks, from shards made for each gather."""
@@ -506,7 +495,5 @@ class FP8ParamGroup:
     def frozen_with_bf16(self) -> tuple[int, int] | None:
         """Return how many frozen parameters have a BF16 shard on the device, and how many there are; None without."""
         frozen = [weight for weight in self if weight.in_fp8 and not is_trained(weight.parameter)]
-        if not frozen:
-            return None
         numel = sum(weight.shard.shape.numel() for weight in frozen)
-        return sum(weight.shard.shape.numel() for weight in frozen if weight.has_bf16), numel
+        return (sum(weight.shard.shape.numel() for weight in frozen if weight.has_bf16), numel) if frozen else None

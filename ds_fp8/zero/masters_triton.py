@@ -198,22 +198,10 @@ class TileStep:
         seed: int | None = None,
         stochastic: Collection[str] = MOMENTS,
     ) -> Callable[[torch.Tensor, object], None]:
-        """Take the step of blocks that no other rank has a part of, and write the amax of all.
+        """Take the step of blocks that no other rank has a part of, and raise `amax`, FP32 zeros, of all.
 
-        Args:
-            scales: Of the data, FP32, all weights'.
-            amax: FP32, all weights', zeros.
-            gradient: Flat, of the sub-group.
-            exp_avg: Likewise.
-            exp_avg_sq: Likewise.
-            step: The step's numbers.
-            skip: As for adamw_step_reference; likewise the others.
-            factor: See there.
-            seed: See there.
-            stochastic: See there.
-
-        Returns:
-            What takes the step of the other blocks, by the new scales of all weights.
+        Of a sub-group's flat gradient and moments, as adamw_step_reference; `scales` and `amax` are all weights'.
+        Returns what takes the step of the other blocks, by the new scales.
         """
         device, members = gradient.device, self._members
         if not members:

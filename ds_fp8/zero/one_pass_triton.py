@@ -95,10 +95,7 @@ class StepAndCast:
     def __init__(self, members: Sequence[tuple[FP8Param, int]], numel: int, data: torch.Tensor):
         """Prepare the step of a sub-group of `numel` elements; `can_take` must have returned True for it.
 
-        Args:
-            members: Its weights, each with its first element in the sub-group.
-            numel: Elements of the sub-group.
-            data: The buffer of all data, or a view.
+        `members` are its weights, each with its first element in the sub-group; `data` the buffer of all, or a view.
         """
         data, spec = data.as_strided((1,), (1,), 0), members[0][0].spec  # from its beginning, for places in the table
         members = sorted(((w, start) for w, start in members if w.shard.valid), key=lambda member: member[1])
@@ -142,17 +139,10 @@ class StepAndCast:
         skip: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
     ) -> None:
-        """Take the step, write the amax of all blocks, and the data of those that no other rank has a part of.
+        """Take the step, as adamw_step_reference, of a sub-group's flat tensors; write amax and data.
 
-        Args:
-            masters: FP32, flat, of the sub-group; likewise the moments.
-            amax: FP32, all weights', zeros.
-            gradient: Flat, of the sub-group.
-            exp_avg: See `masters`.
-            exp_avg_sq: See there.
-            step: The step's numbers.
-            skip: As for adamw_step_reference.
-            factor: See there.
+        `amax`, FP32 zeros of all weights, gets that of every block; the data of blocks that other ranks have a part of
+        are left to the cast.
         """
         numbers = step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor
         for even, programs in self._programs:

@@ -207,11 +207,6 @@ class FP8Param(ShardLayout):
             reshard(self.parameter)  # which comes back to the method of this name
         self.make_bf16()
 
-    def part_from_shard(self) -> None:
-        """Copy the BF16 weight where it is the shard itself (one rank): writes are found by comparing the two."""
-        if self.in_fp8 and self.has_bf16 and self.parameter.data_ptr() == bf16_shard(self.parameter).data_ptr():
-            self.parameter.data = self.parameter.data.clone()
-
     def reshard(self) -> None:
         """Drop the quantized weight, before DeepSpeed frees the parameter's data."""
         if self.unsharded is not None:
@@ -269,11 +264,6 @@ class FP8Param(ShardLayout):
     def on_host(self) -> bool:
         """Return whether what it is quantized from lies on the host: the BF16 shard of a frozen weight."""
         return not self.has_bf16 and not is_trained(self.parameter)
-
-    def keep_bf16(self) -> None:
-        """Keep the BF16 shard from now on; what a user wrote there stays."""
-        self.make_bf16()
-        self.frees_bf16 = False
 
     def make_bf16(self) -> None:
         """Make a BF16 shard on the device, if there is none: rounded from the masters, or copied from the host."""

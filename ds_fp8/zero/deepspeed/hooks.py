@@ -174,7 +174,7 @@ class Hooks:
                 return None
             handles = stock(params, async_op=async_op, hierarchy=hierarchy)
             if self.group is not None:
-                self.group.part_from_shards(params)
+                self.group.copy_from_shards(params)
             return handles
 
     def partition(

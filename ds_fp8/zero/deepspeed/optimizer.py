@@ -43,26 +43,21 @@ class ZeroStep:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._engine, self._zero = engine, engine.optimizer
-        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        # Of the parameters that the optimizer has, those too that were frozen since.
+        self._trained = {names[id(p)]: p for parameters in self._zero.fp16_groups for p in parameters}
         self.group: object = self._zero.dp_process_group
+        self.norm_dtype: torch.dtype = get_norm_dtype()
         # This rank's shards of all gradients, in the order of the flat masters; padding is zero.
         self.flat_gradient: torch.Tensor = self._zero.grad_partitions_flat_buffer
-
-    def name(self, parameter: torch.nn.Parameter) -> str:
-        return self._names[id(parameter)]
 
     def gradient_places(self) -> dict[str, tuple[int, int]]:
         """Return by parameter name where its shard begins in `flat_gradient`, and the shard's valid elements."""
         partitions = getattr(self._zero, _GRADIENT_PARTITIONS)
-        return {
-            self.name(parameter): (partitions[parameter.ds_id].storage_offset(), shard_of(parameter).valid)
-            for parameters in self._zero.fp16_groups
-            for parameter in parameters
-        }
+        return {name: (partitions[p.ds_id].storage_offset(), shard_of(p).valid) for name, p in self._trained.items()}
 
     def frozen(self) -> list[str]:
-        parameters = (parameter for group in self._zero.fp16_groups for parameter in group)
-        return [self.name(parameter) for parameter in parameters if not parameter.requires_grad]
+        return [name for name, parameter in self._trained.items() if not parameter.requires_grad]
 
     def sub_groups(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
         """Yield (param group, flat FP32 masters, their gradients in `flat_gradient`) of every sub-group."""
@@ -96,10 +91,6 @@ class ZeroStep:
         zero._epilogue_ran_this_backward = True
 
     # ---------------------------------------------------------------- the step
-
-    @property
-    def norm_dtype(self) -> torch.dtype:
-        return get_norm_dtype()
 
     @property
     def loss_scale(self) -> float:

@@ -280,7 +280,7 @@ class AllGather:
         self._wire, self._transport, self._ready = wire, transport, ready
         self._product = {weight: stack for stack in stacks for weight in stack}
         # Weights of a product of which others have been fetched: memory beside those, and the stream it is for.
-        self._left: dict[FP8Param, tuple[torch.Tensor, object | None]] = {}
+        self._reserved: dict[FP8Param, tuple[torch.Tensor, object | None]] = {}
 
     def begin(self, weights: list[FP8Param], alone: bool = False) -> Callable[[], None]:
         """Begin one gather of weights of one process group, sorted by `start`; return what waits, and unshards them.
@@ -302,7 +302,7 @@ class AllGather:
                 sent += stack
                 landed.update(zip(stack, self.allocate(stack, alone), strict=True))
         for weight in weights:
-            weight.unshard()  # behind the buffers, which are left for weights that are not on their way
+            weight.unshard()  # behind the buffers, which are reserved for weights that are not on their way
         # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
         wait = self._gather([landed[weight] for weight in sent], sent) if sent else None
         scales = {weight: weight.scale for weight in sent}  # those of the data just sent, also after requantize
@@ -346,13 +346,13 @@ class AllGather:
     def allocate(self, stack: Stack, alone: bool = False) -> Sequence[torch.Tensor]:
         """Return memory for all ranks' shards [W * n] of each weight of a product, or of one of its weights.
 
-        On the current stream: what was left for another one is not in the order of this.
+        On the current stream: what was reserved on another one is not in the order of this.
         """
         stream, product = streams.current_stream(), stack
         if not alone:
-            left, of_stream = self._left.pop(stack[0], (None, None))
-            if len(stack) == 1 and left is not None and of_stream == stream:
-                return [left]
+            reserved, of_stream = self._reserved.pop(stack[0], (None, None))
+            if len(stack) == 1 and reserved is not None and of_stream == stream:
+                return [reserved]
             product = self._product[stack[0]]
         others = [weight for weight in product if weight not in stack]
         if _padded(product[:-1]) or any(
@@ -361,13 +361,13 @@ class AllGather:
             product, others = stack, []  # not all would lie side by side
         lengths = [weight.shard.world * weight.data_numel for weight in product]
         buffers = dict(zip(product, self._transport.allocate(sum(lengths)).split(lengths), strict=True))
-        self._left |= {weight: (buffers[weight], stream) for weight in others}
+        self._reserved |= {weight: (buffers[weight], stream) for weight in others}
         return [buffers[weight] for weight in stack]
 
     def resharded(self, weight: FP8Param) -> None:
-        """Leave no memory beside a weight that is there no longer."""
+        """Reserve no memory next to a weight that is unsharded no longer."""
         for other in self._product[weight]:
-            self._left.pop(other, None)
+            self._reserved.pop(other, None)
 
 
 def _padded(weights: Iterable[FP8Param]) -> bool:

@@ -54,6 +54,31 @@ def _put_masters(data, corrections, w, scale, reciprocal, valid, POW2: tl.conste
     store(corrections, correction, valid, EVEN, ONCE)
 
 
+@triton.jit
+def _put_staged(
+    staged, data, corrections, start, stop, columns, scale, reciprocal, POW2: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr
+):
+    """Quantize the staged masters of a block, by the scale that their amax gives."""
+    across_block, many = tl.arange(0, 128), tl.arange(0, 2 * PART)
+    tl.debug_barrier()  # until all masters are staged
+    for part in range(0, 128, 2 * PART):
+        of_row = tl.multiple_of((part + many) * columns, [128])
+        valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
+        place = of_row[:, None] + across_block[None, :]
+        w = tl.load(staged + (part + many)[:, None] * 128 + across_block[None, :], eviction_policy="evict_last")
+        _put_masters(data + place, corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
+    tl.debug_barrier()  # before the next block's are staged
+
+
+@triton.jit
+def _noise(at, across_block, seed):
+    """Return random numbers in [0, 1) for both moments of rows that begin at `at`."""
+    # Rows of 128 elements of which no two are on two sides of a multiple of 2^32.
+    key = seed.to(tl.uint32) + (at >> 32).to(tl.uint32) * BEYOND
+    word = random_word(at.to(tl.uint32)[:, None] + across_block.to(tl.uint32)[None, :], key[:, None])
+    return (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0), (word >> 16).to(tl.float32) * (1.0 / 65536.0)
+
+
 @triton.jit(do_not_specialize=["seed", "count"], do_not_specialize_on_alignment=["programs"])
 def _step(
     owner, table, overrides, programs, count, staged, data, corrections, old_scales, new_scales, amax,
@@ -70,7 +95,7 @@ def _step(
     if SKIP:
         if tl.load(skip) != 0:
             return
-    across_block, parts, many = tl.arange(0, 128), tl.arange(0, PART), tl.arange(0, 2 * PART)
+    across_block, parts = tl.arange(0, 128), tl.arange(0, PART)
     staged += tl.program_id(0) * 128 * 128
     for index in range(tl.program_id(0), count, tl.num_programs(0)):
         program = tl.load(programs + index)
@@ -124,11 +149,7 @@ def _step(
                 noise1 = w
                 noise2 = w
                 if NOISE1 or NOISE2:
-                    at = flat + of_row  # 128 elements of which no two are on two sides of a multiple of 2^32
-                    key = seed.to(tl.uint32) + (at >> 32).to(tl.uint32) * BEYOND
-                    word = random_word(at.to(tl.uint32)[:, None] + across_block.to(tl.uint32)[None, :], key[:, None])
-                    noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
-                    noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
+                    noise1, noise2 = _noise(flat + of_row, across_block, seed)
                 encode_store(
                     m, exp_avg + flat, exp_avg_scale, exp_avg_exponent, place, groups, inside, valid, noise1, amax,
                     KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
@@ -145,14 +166,7 @@ def _step(
             tl.store(amax + block, largest)
         if WHAT == UPDATE:
             scale, reciprocal = kept_scale(largest, LARGEST, SMALLEST, POW2)
-            tl.debug_barrier()  # until all masters are staged
-            for part in range(0, 128, 2 * PART):
-                of_row = tl.multiple_of((part + many) * columns, [128])
-                valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
-                place = of_row[:, None] + across_block[None, :]
-                w = tl.load(staged + (part + many)[:, None] * 128 + across_block[None, :], eviction_policy="evict_last")
-                _put_masters(its_data + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
-            tl.debug_barrier()  # before the next block's lie there
+            _put_staged(staged, its_data, its_corrections, start, stop, columns, scale, reciprocal, POW2, PART, EVEN)
 
 
 class TileStep:

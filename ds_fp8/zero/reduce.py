@@ -134,7 +134,7 @@ class ReduceScatter:
             observe: Gets every gradient that is quantized, its name, and its scale (None: one every 128 elements).
         """
         self._wire, self._shards, self._config, self._nodes, self._observe = wire, shards, config, nodes, observe
-        self._left_out = frozenset[str]()
+        self._in_bf16 = frozenset[str]()
         self._automatic_scale: AutomaticScale | None = None
         if config is not None and config.scale == "tensor":
             self._automatic_scale = AutomaticScale(config.format)
@@ -179,7 +179,7 @@ class ReduceScatter:
 
     def leave_fp8(self, names: Iterable[str]) -> None:
         """Reduce the gradients of these parameters as DeepSpeed does from now on, on all ranks alike."""
-        self._left_out |= frozenset(names)
+        self._in_bf16 |= frozenset(names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later reductions depend on. Collective."""
@@ -194,7 +194,7 @@ class ReduceScatter:
 
     def casts(self, shape: torch.Size, name: str) -> bool:
         """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
-        return self._config is not None and is_reduced_in_fp8(shape) and name not in self._left_out
+        return self._config is not None and is_reduced_in_fp8(shape) and name not in self._in_bf16
 
     def _reduce_in_fp8(
         self, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool

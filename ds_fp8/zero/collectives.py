@@ -87,10 +87,8 @@ class Transport(Protocol):
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
         """Begin to gather every input, a view of `local`, into its output, behind what the current stream holds.
 
-        Args:
-            outputs: uint8 [ranks * n_i], where the shards land in the order of the ranks.
-            inputs: uint8 [n_i]; those of the other ranks lie at the same places of theirs.
-            group: Process group of the weights.
+        Inputs are uint8 [n_i], the other ranks' at the same places of theirs; they land in outputs, uint8
+        [ranks * n_i], in the order of the ranks of `group`, that of the weights.
         """
 
 

@@ -59,16 +59,10 @@ def pack(
     scale: torch.Tensor | None = None,
     clipped: torch.Tensor | None = None,
 ) -> None:
-    """Cast a gradient into its slices of a message, uint8 [rows, row bytes]; zeros behind the ends of slices.
+    """Quantize a gradient, FP32 or BF16 of any shape, into its slices of a message; zeros behind the ends of slices.
 
-    Args:
-        gradient: FP32 or BF16, of any shape.
-        message: Written in place.
-        shape: Shape of the message.
-        slices: Where the gradient lies in it.
-        format: Format of the data.
-        scale: FP32 [], one scale for the whole gradient, with saturation; None gives every group of 128 its own.
-        clipped: int32 [], where the elements that saturated in units of `scale` are counted, NaN left out.
+    With `scale`, FP32 [], the whole gradient has one and saturates, and `clipped`, int32 [], counts the elements that
+    do, NaN left out; without it every group of 128 has its own.
     """
     if has_kernel(gradient, format):
         from ds_fp8.zero import reduce_triton
@@ -149,15 +143,11 @@ class ReduceScatter:
     ) -> list[torch.Tensor]:
         """Reduce the full gradients of parameters of one process group. Collective.
 
-        Args:
-            named: Parameters by their names, the same on every rank.
-            dtype: What DeepSpeed sends gradients in.
-            accumulate: Add the means to those of earlier micro-batches.
-            average: DeepSpeed's reduction of some of them: from their gradients to this rank's slices of the means.
-
-        Returns:
-            This rank's slice of every mean, of ceil(numel / ranks) elements without padding; none where they are added
-            to the shards.
+        `named` has the same names on every rank; what is not in FP8 travels in `dtype`, by DeepSpeed's `average`, which
+        takes parameters and returns this rank's slices of the means. `accumulate`: add to those of earlier
+        micro-batches.
+        Returns this rank's slice of every mean, of ceil(numel / ranks) elements without padding; none where they are
+        added to the shards.
         """
         group = shard_group(next(iter(named.values())))
         cast = [name for name, parameter in named.items() if self.casts(parameter.grad.shape, name)]

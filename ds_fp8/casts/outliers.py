@@ -15,7 +15,7 @@ What is cast again loses its own 3%, of an error of 3%. One product of the same 
 a block share the scale of a group (a token's) or of a block (of 128 rows): residuals are up to 2^-4 of the numbers
 beside them, well within a format of 17 binades.
 
-Weights that ZeRO-3 shards have their residuals cast where their masters are (zero/residuals.py), and most of them are
+Weights that ZeRO-3 shards have their residuals cast where their masters are (zero/masters.py), and most of them are
 gathered with their block.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import deepspeed
 from torch import nn
 
@@ -18,8 +20,9 @@ from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
-from ds_fp8.zero.collectives import WireMeter, reason_of_any
+from ds_fp8.zero.collectives import GATHER, WireMeter, reason_of_any
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
+from ds_fp8.zero.deepspeed.hooks import CheckpointState, Hooks
 from ds_fp8.zero.deepspeed.methods import has_optimizer, on_destroy, replace
 from ds_fp8.zero.deepspeed.optimizer import overflowed
 from ds_fp8.zero.deepspeed.parameters import (
@@ -33,8 +36,7 @@ from ds_fp8.zero.deepspeed.parameters import (
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules
-from ds_fp8.zero.lifecycle import CheckpointState, Lifecycle
-from ds_fp8.zero.reduce import Reduction
+from ds_fp8.zero.reduce import ReduceScatter
 from ds_fp8.zero.step import Step, why_not
 
 
@@ -50,9 +52,10 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         return
     # First of all: it replaces DeepSpeed's methods, and every part below is only hooked into it. Parts that stay None
     # leave their calls to DeepSpeed.
-    life = state.lifecycle = Lifecycle(engine, state.wire)
+    count = None if state.wire is None else functools.partial(state.wire.count, GATHER, "all_gather")
+    hooks = state.hooks = Hooks(engine, count)
     # By the norm of the gradients all ranks know of a loss that is NaN: nothing else is read or sent.
-    life.after_step.append(lambda: check_labels(data_parallel_group(engine)) if overflowed(engine) else None)
+    hooks.after_step.append(lambda: check_labels(data_parallel_group(engine)) if overflowed(engine) else None)
     if state.conversion is not None:
         _refuse_later_parameters(engine)
         state.hosts = find_hosts()
@@ -60,7 +63,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         # Before the gather: BF16 shards may be freed only if the step here, and not DeepSpeed's, writes them.
         state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
         if state.why_no_step is None:
-            state.step = life.update = Step(engine, engine.basic_optimizer)
+            state.step = hooks.own_step = Step(engine, engine.basic_optimizer)
         elif state.config.optimizer.master != "fp32" and has_optimizer(engine):
             raise UserError(
                 f"masters of codes and corrections need this package's step, but {state.why_no_step}",
@@ -68,16 +71,16 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
                 remedy='"master": "fp32"',
             )
         if sharded:
-            life.leaf_calls = LeafCalls(engine)
-            _gather_in_fp8(engine, state, life)
+            hooks.leaf_calls = LeafCalls(engine)
+            _gather_in_fp8(engine, state, hooks)
             offload = engine.zero_offload_param()
             if offload is None or offload.device == "none":
                 coded = state.weights
                 fetch_from_host(p for p in engine.module.parameters() if coded is None or not coded.on_host(p))
         # Needs the flat shards in their final place, and must come before the first step allocates moments.
-        _register_segments(engine, state, life)
+        _register_segments(engine, state, hooks)
     if sharded and has_optimizer(engine):
-        life.reduction = _reduction(state)
+        hooks.reduce_scatter = _reduction(state)
     if state.conversion is not None:
         leave_out_caches(engine)
         if state.config.graph != "off":
@@ -86,8 +89,8 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         # them all.
         _capture_graphs(engine, state)
         # Behind the callbacks of the graphs: a layer that moves to BF16 here resets graphs that are still there.
-        life.after_step.append(state.health.end_step)
-        life.states[CHECKPOINT_KEY] = CheckpointState(state.state_dict, state.load_state_dict)
+        hooks.after_step.append(state.health.end_step)
+        hooks.states[CHECKPOINT_KEY] = CheckpointState(state.state_dict, state.load_state_dict)
 
 
 def _refuse_later_parameters(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -108,13 +111,13 @@ def _refuse_later_parameters(engine: deepspeed.DeepSpeedEngine) -> None:
     on_destroy(engine, engine.module.register_forward_pre_hook(check).remove)
 
 
-def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:
+def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, hooks: Hooks) -> None:
     if state.config.param_gather.format == "bf16":
         return
     weights = _gathered(engine.module)
     if not weights:
         return
-    group = state.weights = state.health.weights = life.group = FP8ParamGroup(
+    group = state.weights = state.health.weights = hooks.group = FP8ParamGroup(
         engine, weights, state.wire, frees_bf16=state.step is not None
     )
     if state.step is not None:
@@ -160,21 +163,21 @@ def parameters_with_corrections(model: nn.Module, trained: set[int]) -> dict[int
     return coded and coded | {id(p): True for p in others}
 
 
-def _reduction(state: FP8State) -> Reduction:
+def _reduction(state: FP8State) -> ReduceScatter:
     shards, config = state.step.gradients if state.step is not None else None, state.config.grad_reduce
     if state.conversion is None or config.format == "bf16":
-        return Reduction(state.wire, shards)
+        return ReduceScatter(state.wire, shards)
     state.nodes = find_nodes(state.hosts)
-    reduction = Reduction(state.wire, shards, config, state.nodes, state.health.observe_gradient)
+    reduction = ReduceScatter(state.wire, shards, config, state.nodes, state.health.observe_gradient)
     state.gradient_reduce = state.health.gradient_reduce = reduction
     return reduction
 
 
-def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:
+def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, hooks: Hooks) -> None:
     optimizer = getattr(engine, "basic_optimizer", None)
     if not isinstance(optimizer, AdamW):
         return
-    state.optimizer = life.moments = optimizer
+    state.optimizer = hooks.moments = optimizer
     for shard, segments in flat_parameters(engine):
         optimizer.set_segments(shard, [segment.numel for segment in segments])
     if engine.zero_optimization_stage() in (1, 2):

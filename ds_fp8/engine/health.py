@@ -30,7 +30,7 @@ from ds_fp8.zero.collectives import reason_of_any
 from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.parameters import data_parallel_group
 from ds_fp8.zero.group import FP8ParamGroup
-from ds_fp8.zero.reduce import Reduction
+from ds_fp8.zero.reduce import ReduceScatter
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Health:
         self.say: Callable[[str], None] = logger.info
         self.warn: Callable[[str], None] = logger.warning
         self.weights: FP8ParamGroup | None = None
-        self.gradient_reduce: Reduction | None = None
+        self.gradient_reduce: ReduceScatter | None = None
         self.on_move: Callable[[], None] = lambda: None
         """Called when a layer has moved to BF16."""
         self._model, self._monitor, self._config = engine.module, monitor, config

@@ -14,7 +14,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import transformers
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -43,7 +42,6 @@ from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
 from ds_fp8.layers.head.loss import LossFusion, fuse_loss
 from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.selection import Filter
-from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.from_config import choose_optimizer
@@ -98,7 +96,6 @@ def initialize(
         _hush()
         preflight.check(configuration, optimizer=optimizer, scheduler_given=lr_scheduler is not None)
         preflight.check_trains(configuration, optimizer, model_parameters)
-        warn_of_changes(transformers.__version__)
         preflight.check_launch()
         if optimizer is None:
             preflight.check_compiles(configuration)

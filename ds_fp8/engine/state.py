@@ -18,11 +18,11 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.routing import RoutingMeasurement
 from ds_fp8.optim import AdamW
 from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.zero.deepspeed.hooks import Hooks
 from ds_fp8.zero.deepspeed.parameters import partition_all
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.hosts import Hosts, Nodes
-from ds_fp8.zero.lifecycle import Lifecycle
-from ds_fp8.zero.reduce import Reduction
+from ds_fp8.zero.reduce import ReduceScatter
 from ds_fp8.zero.step import Step
 
 CHECKPOINT_KEY = "ds_fp8"
@@ -36,13 +36,13 @@ class FP8State:
         self.config, self.monitor = config, monitor
         self.wire: WireMeter | None = None
         """None without an "fp8" section, and below ZeRO stage 3: nothing is measured there."""
-        self.lifecycle: Lifecycle | None = None
-        """Handlers in place of DeepSpeed's methods; None where nothing is replaced."""
+        self.hooks: Hooks | None = None
+        """What is called in place of DeepSpeed's methods; None where nothing is replaced."""
         self.conversion: Conversion | None = None
         self.loss: LossFusion | None = None
         self.health: Health | None = None
         self.weights: FP8ParamGroup | None = None
-        self.gradient_reduce: Reduction | None = None
+        self.gradient_reduce: ReduceScatter | None = None
         self.hosts: Hosts | None = None
         """Ranks by host; known with FP8 enabled."""
         self.nodes: Nodes | None = None

@@ -181,13 +181,13 @@ class AdamW(torch.optim.Optimizer):
         }
         check_hyperparameters(in_range, "lr, eps and weight_decay at least 0, betas two numbers from 0 up to but not 1")
         self.precision = StatePrecision(exp_avg, exp_avg_sq, granularity, scale, stochastic_rounding, seed)
+        # True if state_dict() holds codes and scales as they are, readable by this optimizer alone.
         self.compact = False
-        """True if state_dict() holds codes and scales as they are, readable by this optimizer alone."""
         self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
         # Keyed by tensor: torch's tensors hash by identity, and the optimizer keeps them alive.
         self._streams: dict[torch.Tensor, int] = {}
+        # Where the states of flat parameters lie, which may be elsewhere for a while themselves.
         self._devices: dict[torch.Tensor, torch.device] = {}
-        """Where the states of flat parameters lie, which may be elsewhere for a while themselves."""
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:

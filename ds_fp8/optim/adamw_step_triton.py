@@ -43,17 +43,14 @@ from ds_fp8.optim.moments_triton import (
     normal_magnitude_bits,
 )
 
-ROWS, WARPS = 16, 4
-"""Groups of 128 that a program takes, and its warps."""
-BEYOND = tl.constexpr(0x85EBCA6B)
-"""Odd: parts the elements whose indices are the same but for their upper 32 bits."""
+ROWS, WARPS = 16, 4  # groups of 128 that a program takes, and its warps
+BEYOND = tl.constexpr(0x85EBCA6B)  # odd: parts the elements whose indices are the same but for their upper 32 bits
 SMALLEST_OF_SCALES = tl.constexpr(SMALLEST_SCALE)
-NO_POLICY = tl.constexpr("")
-"""A default must be a constexpr: Triton compiles no plain string as one."""
+NO_POLICY = tl.constexpr("")  # a default must be a constexpr: Triton compiles no plain string as one
+# Read and written one FP32 at a time: with one scale a tensor, each tensor's offset would compile the kernel again.
 _SCALARS = [
     "exp_avg_scale", "exp_avg_sq_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale", "exp_avg_bits", "exp_avg_sq_bits",
 ]
-"""Read and written one FP32 at a time: with one scale a tensor, each tensor's offset would compile the kernel again."""
 
 
 @triton.jit

@@ -19,13 +19,13 @@ from ds_fp8.optim.adamw import AdamW
 _ADAM = ("adam", "adamw")
 _OWN = ("lr", "betas", "eps", "weight_decay")
 _CHOOSE_AN_IMPLEMENTATION = ("torch_adam", "foreach", "fused", "capturable", "fp32_optimizer_states", "set_grad_none")
+# Options of which DeepSpeed and torch offer more: the one value that this optimizer has.
 _ONLY = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False, "differentiable": False}
-"""Options of which DeepSpeed and torch offer more: the one value that this optimizer has."""
+# Hooks of torch's optimizers.
 _HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
 )
-"""Hooks of torch's optimizers."""
 
 
 def uses_own_optimizer(configuration: Configuration, given: Any = None) -> bool:

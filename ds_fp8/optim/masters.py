@@ -1,17 +1,17 @@
-"""Masters that are what is gathered anyway and 16-bit corrections, in torch: of FP8 weights in 3 bytes, of BF16 in 4.
+"""Masters that are the quantized weight and 16-bit corrections, in torch: of FP8 weights in 3 bytes, of BF16 in 4.
 
     bits(|master| / scale) = bits(|code|) + 16 * correction            as FP32; the sign is the code's
 
 That is how FP32 is BF16 and 16 bits. FP32 numbers order like their bits, and E4M3 has 3 of their 23 bits of mantissa:
-an ulp of a code is 65,536 steps, and a master has 20 significant bits. Subnormal codes are all one ulp apart, as the
+an ulp of a code is 65,536 steps, and a master has 20 significant bits. Subnormal data are all one ulp apart, as the
 numbers of one binade are: there 2^-6 is added to both sides.
 
 The code is the cast of the master: corrections stay one step inside of half an ulp. And the scale is that of the
 masters' own amax: the amax is rounded to what masters keep (`kept_amax`) before a scale is made of it. So the FP32
-numbers that masters stand for encode to the same codes, scales and corrections again: checkpoints hold FP32 masters
+numbers that masters stand for encode to the same data, scales and corrections again: checkpoints hold FP32 masters
 like any other run's, and lose nothing.
 
-    bits(master) = (bits(BF16) << 16) + correction                 of parameters that are gathered in BF16
+    bits(master) = (bits(BF16) << 16) + correction                 of parameters that are sharded in BF16
 
 Exact, whatever the FP32 number (of NaN but for its payload). BF16 is the master rounded to nearest even: an even number
 is that of 65,537 FP32 numbers, of the middles on both of its sides too, an odd one of 65,535. A bit tells the middles
@@ -37,7 +37,7 @@ _ITS_BITS = (127 - 6) << 23
 
 
 def why_no_correction(spec: CastSpec) -> str | None:
-    """Return why masters of weights that are cast like this cannot be codes with corrections, or None."""
+    """Return why masters of weights that are cast like this cannot be data with corrections, or None."""
     if type(spec) is CastSpec and (spec.format, spec.granularity) == (FORMAT, "128x128") and not spec.by_torch:
         return None
     return f"weights are cast as {spec}, and not as E4M3 in blocks of 128x128"
@@ -63,19 +63,19 @@ def _shifted(word: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def encode(numbers: torch.Tensor, scale: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (codes, corrections int16) of a matrix of FP32 numbers; the codes are NaN where a scale is."""
-    codes = cast(numbers, scale, FORMAT, granularity)
+    """Return (data, corrections int16) of a matrix of FP32 numbers; the data are NaN where a scale is."""
+    data = cast(numbers, scale, FORMAT, granularity)
     # Divided, not multiplied by a rounded reciprocal: its error would be the same in every step, and add up.
     magnitude = per_element(torch.div, numbers, scale, granularity).abs_()
     more = torch.where(magnitude < SMALLEST_NORMAL, SMALLEST_NORMAL, 0.0)
-    difference = magnitude.add_(more).view(torch.int32) - (numbers_of(codes).abs() + more).view(torch.int32)
+    difference = magnitude.add_(more).view(torch.int32) - (numbers_of(data).abs() + more).view(torch.int32)
     correction = _shifted(difference, 4).clamp_(-LARGEST_CORRECTION, LARGEST_CORRECTION)
-    return codes, correction.to(torch.int16)
+    return data, correction.to(torch.int16)
 
 
-def decode(codes: torch.Tensor, correction: torch.Tensor, scale: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Return the FP32 masters [R, C] of a matrix of codes."""
-    code = numbers_of(codes)
+def decode(data: torch.Tensor, correction: torch.Tensor, scale: torch.Tensor, granularity: str) -> torch.Tensor:
+    """Return the FP32 masters [R, C] of a matrix of data."""
+    code = numbers_of(data)
     magnitude, correction = code.abs(), correction.int()
     # What lies below the smallest normal number, which is also the code of some numbers below it.
     small = magnitude.view(torch.int32) + correction < _ITS_BITS
@@ -88,10 +88,8 @@ class SplitMasters(NamedTuple):
     """FP32 numbers [n], BF16 and corrections; written and read in pieces that begin at multiples of 8."""
 
     bf16: torch.Tensor
-    correction: torch.Tensor
-    """int16 [n]"""
-    ties: torch.Tensor
-    """Bits, uint8 [at least n / 8]: the correction, read as -32768, is 32768."""
+    correction: torch.Tensor  # int16 [n]
+    ties: torch.Tensor  # bits, uint8 [at least n / 8]: the correction, read as -32768, is 32768
 
     @classmethod
     def of(cls, bf16: torch.Tensor) -> SplitMasters:

@@ -1,4 +1,4 @@
-"""Encoding and decoding of masters as codes, or BF16, and corrections in Triton, as masters.py has it."""
+"""Encoding and decoding of masters as quantized data, or BF16, and corrections in Triton, as masters.py has it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def decode_master(code, correction, scale):
 
 @triton.jit
 def encode_master(w, scale, reciprocal, POW2: tl.constexpr):
-    """Return (codes as bytes, corrections): encode of optim/masters.py."""
+    """Return (data as bytes, corrections): encode of optim/masters.py."""
     code = to_fp8(w, reciprocal, tl.float8e4nv).to(tl.uint8, bitcast=True)
     cast = tl.abs(w * reciprocal)
     x = cast

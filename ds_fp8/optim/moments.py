@@ -42,10 +42,8 @@ class Codec:
     name: str
     dtype: torch.dtype
     mantissa_bits: int = 0
-    min_exponent: int = 0
-    """Exponent of the smallest normal number. Emulated formats need neither of the two."""
-    max: float | None = None
-    """Value that the largest magnitude of a group is scaled to; None: no scales."""
+    min_exponent: int = 0  # exponent of the smallest normal number. Emulated formats need neither of the two.
+    max: float | None = None  # value that the largest magnitude of a group is scaled to; None: no scales
     expanded: bool = False
 
     @property
@@ -69,6 +67,7 @@ class _Codecs(dict[str, Codec]):
         return self[name]
 
 
+# By name; those of other formats (config/formats.py) are made when they are asked for.
 CODECS = _Codecs(
     (codec.name, codec)
     for codec in (
@@ -80,19 +79,15 @@ CODECS = _Codecs(
         Codec("e4m3_expanded", torch.float8_e4m3fn, 3, -6, FORMATS["e4m3"].max, expanded=True),
     )
 )
-"""By name; those of other formats (config/formats.py) are made when they are asked for."""
 
-SCALE_MASKS = {"fp32": 0x7FF, "pow2": 0x7FFFFF}
-"""Low bits of an FP32 scale that are zero, by scale type."""
+SCALE_MASKS = {"fp32": 0x7FF, "pow2": 0x7FFFFF}  # low bits of an FP32 scale that are zero, by scale type
 
+# log2 of the ratio max / min that an expanded group fills: 448 down to 2.3 of E4M3's smallest steps.
 LOG2_RANGE = math.log2(448.0**2 / 2)
-"""log2 of the ratio max / min that an expanded group fills: 448 down to 2.3 of E4M3's smallest steps."""
-EXPONENT_STEPS = 16
-"""Exponents are stored in sixteenths, from 1 to LARGEST_EXPONENT of them."""
+EXPONENT_STEPS = 16  # exponents are stored in sixteenths, from 1 to LARGEST_EXPONENT of them
 LARGEST_EXPONENT = 255
 
-CHUNK = 1 << 22
-"""Elements that are decoded at once where only a part is wanted: bounds the FP32 copies."""
+CHUNK = 1 << 22  # elements that are decoded at once where only a part is wanted: bounds the FP32 copies
 
 
 class Encoded(NamedTuple):

@@ -12,8 +12,8 @@ from triton.language.extra import libdevice
 
 from ds_fp8.casts.primitives_triton import magnitude_bits
 
+# Storage of a state: as a number, in units of a scale, in units of a scale and raised to an exponent.
 PLAIN, SCALED, EXPANDED = (tl.constexpr(i) for i in range(3))
-"""Storage of a state: as a number, in units of a scale, in units of a scale and raised to an exponent."""
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
 _SIGN = tl.constexpr(-0x80000000)
 _LARGEST_FINITE = tl.constexpr(0x7F7FFFFF)

@@ -1,4 +1,4 @@
-"""Triton kernels of casts of shards (param.py, residuals.py): amax, cast, and residuals of all master shards of a rank, one launch each.
+"""Triton kernels of casts of shards (param.py, masters.py): amax, cast, and residuals of all master shards of a rank, one launch each.
 
 The weights are cut into tiles of 128 x 128 elements; a shard gives one program to each tile that it has a part of. A
 program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an
@@ -48,17 +48,16 @@ from ds_fp8.optim.masters_triton import decode_master
 from ds_fp8.zero.param import FP8Param, Numbers, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "origin", "scale_start", "scales_per_row", "pitch")
-ALIGNMENT = 16
-"""Elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes."""
+ALIGNMENT = 16  # elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes
 
+# Addresses, in bytes, of data and residuals those of the weight's first row; the shard's part of the weight; lengths;
+# places in the buffer of scales; whether residuals are outlier blocks; the first 128 rows, and their program.
 RESIDUAL_FIELDS = (
-    "source", "kind", "codes", "channels", "residual", "start", "stop", "columns", "count", "scale_start",
+    "source", "kind", "data", "channels", "residual", "start", "stop", "columns", "count", "scale_start",
     "scales_per_row", "pitch", "residual_pitch", "has_room", "first_block", "first_program",
 )  # fmt: skip
-"""Addresses, in bytes, of codes and residuals those of the weight's first row; the shard's part of the weight; lengths;
-places in the buffer of scales; whether residuals are outlier blocks; the first 128 rows, and their program."""
+# Of what residuals are found from; int16: corrections of the data.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2}
-"""Of what residuals are found from; int16: corrections of the codes."""
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def _load(source, place, inside, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, scale, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr):
+def _quantized(x, scale, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr):
     """Return the bytes of cast(x / scale), given a scale a row [128]."""
     if POW2 == 1:  # the reciprocal, exactly: its exponent is the scale's, mirrored
         reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -138,8 +137,8 @@ def _amax(
         tl.store(amax + scale_start + block, bits)
         if tl.load(alone + tl.load(programs + tl.program_id(0))) != 0:
             scale, _ = scale_of(bits + tl.zeros([128], tl.int32), LARGEST, SMALLEST, POW2)
-            codes = _codes(x, scale, DTYPE, LARGEST, POW2)
-            tl.store(data + place, codes, mask=inside)
+            found = _quantized(x, scale, DTYPE, LARGEST, POW2)
+            tl.store(data + place, found, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first_weight"], do_not_specialize_on_alignment=["programs"])
@@ -164,8 +163,8 @@ def _cast(
     else:
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
         scale = tl.load(scales + scale_start + block) + tl.zeros([128], tl.float32)
-    codes = _codes(x, scale, DTYPE, LARGEST, POW2)
-    tl.store(data + place, codes, mask=inside)
+    found = _quantized(x, scale, DTYPE, LARGEST, POW2)
+    tl.store(data + place, found, mask=inside)
 
 
 class TritonShardCast:
@@ -192,16 +191,16 @@ class TritonShardCast:
             alone = torch.cat([alone_in(weight, *size) for weight, size in zip(self._weights, tiles, strict=True)])
         self._alone = alone.to(shards.device, torch.uint8)
         self._all = _Programs(torch.arange(len(owner), dtype=torch.int32), first, shards.device)
+        # Tiles that have no data yet behind the launch for the amax.
         self._left = _Programs((~alone).nonzero()[:, 0].int(), first, shards.device)
-        """Tiles that have no codes yet behind the launch for the amax."""
         # Of all weights: the kernel is launched once and compiled for one answer. row[1:4]: columns, start and stop of
-        # a shard; row[5] and row[8]: the places of its codes.
+        # a shard; row[5] and row[8]: the places of its data.
         self._aligned = all(number % ALIGNMENT == 0 for row in rows for number in (*row[1:4], row[5], row[8]))
         self._listed: list[tuple[int, int]] = []
         self._sources = torch.empty(0, dtype=torch.int64)
 
     def write_amax(self, amax: torch.Tensor, source: Numbers) -> None:
-        """Write the amax of every group, and the codes of blocks that this rank has to itself."""
+        """Write the amax of every group, and the data of blocks that this rank has to itself."""
         self._launch(_amax, self._all, (amax.view(torch.int32), self._alone, self._shards), source)
 
     def cast(self, scales: torch.Tensor, source: Numbers) -> None:
@@ -284,7 +283,7 @@ def _is_readable(numbers: torch.Tensor, device: torch.device) -> bool:
 def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
     program = tl.program_id(0)
     fields = table + tl.load(owner + program).to(tl.int64) * 16
-    codes = tl.load(fields + 2).to(tl.pointer_type(tl.uint8))
+    data = tl.load(fields + 2).to(tl.pointer_type(tl.uint8))
     channels = tl.load(fields + 3).to(tl.pointer_type(tl.int32))
     residual = tl.load(fields + 4).to(tl.pointer_type(tl.uint8))
     start, stop, columns, count = tl.load(fields + 5), tl.load(fields + 6), tl.load(fields + 7), tl.load(fields + 8)
@@ -300,7 +299,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     channel = tl.load(channels + place, mask=place < count, other=0).to(tl.int64)
     index = n[:, None] * columns + channel[None, :]
     inside = (index >= start) & (index < stop) & (place < count)[None, :]
-    code = tl.load(codes + n[:, None] * tl.load(fields + 11) + channel[None, :], mask=inside, other=0)
+    code = tl.load(data + n[:, None] * tl.load(fields + 11) + channel[None, :], mask=inside, other=0)
     index -= start
     of_channel = tl.load(scale + channel // 128)
     kind = tl.load(fields + 1)
@@ -325,7 +324,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
 
 
 class TritonResidualCast:
-    """ReferenceResidualCast (residuals.py) in one launch; masters that are offloaded are copied to the device for it."""
+    """ReferenceResidualCast (masters.py) in one launch; masters that are offloaded are copied to the device for it."""
 
     def __init__(self) -> None:
         self._listed: list[tuple[int, ...]] = []

@@ -33,10 +33,9 @@ from ds_fp8.zero.deepspeed.parameters import bf16_shard, shard_of
 from ds_fp8.zero.masters import Masters
 from ds_fp8.zero.param import FP8Param, ReferenceShardCast, Stack
 
+# Parameters of a sub-group, each with the first of its elements there: FP8Params, or one SplitParameter.
 Members = list[tuple[Any, int]]
-"""Parameters of a sub-group, each with the first of its elements there: FP8Params, or one SplitParameter."""
-Finish = Callable[[torch.Tensor, torch.Tensor | None], None]
-"""Takes the new scales of all weights, and `skip`."""
+Finish = Callable[[torch.Tensor, torch.Tensor | None], None]  # takes the new scales of all weights, and `skip`
 
 
 class ReferenceStep:
@@ -122,7 +121,7 @@ class CodedMasters(Masters):
         self.split = {key: SplitParameter(p) for key, p in without.items() if key in self._flat.alone}
         self._of = {id(weight.parameter): weight for weight in self.weights} | self.split
         if without.keys() != self._of.keys():
-            raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are gathered as such")
+            raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are sharded as such")
         self._members: dict[int, Members] = {
             index: [(self._of[id(p)], start) for p, start, _ in some] for index, some in self._flat.sub_groups.items()
         }
@@ -147,7 +146,7 @@ class CodedMasters(Masters):
     @property
     def stepped_in_torch(self) -> int:
         """Return the number of weights that no kernel steps, on a GPU: each takes tens of launches a step."""
-        return sum(len(self._members[index]) for index, kernel in self._kernels.items() if not kernel.whole)
+        return sum(len(self._members[index]) for index, kernel in self._kernels.items() if not kernel.in_tiles)
 
     # ---------------------------------------------------------------- requantize what loads and users wrote
 

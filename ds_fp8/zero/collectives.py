@@ -8,9 +8,9 @@ shards out of symmetric memory, at any time between two barriers.
 Both keep one promise: what `gather` delivers was written, on every rank, before the last `written` that lies before the
 gather, and no `write` lies in between. Ranks may be late at any point.
 
-The weights of one fused product (`GROUP`: q, k, v; gate, up) adjoin in the buffer that they are gathered into. Then a
-product reads them as one operand, which is a view. DeepSpeed may fetch them one by one, as its prefetch does where its
-bucket ends between them: the first all-gather allocates the buffer of the whole operand. Data that padding parts are
+The weights of one fused product (`GROUP`: q, k, v; gate, up) adjoin in the buffer that they are all-gathered into. Then
+a product reads them as one weight, which is a view. DeepSpeed may fetch them one by one, as its prefetch does where its
+bucket ends between them: the first all-gather allocates the buffer for all of them. Data that padding parts are
 copied: of a fetch of all of them when they arrive, else by the product.
 """
 
@@ -22,7 +22,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -38,9 +37,9 @@ from ds_fp8.zero.param import FP8Param, Stack, in_runs, stacks_of
 
 GATHER, GRADIENT, EXCHANGE = "all_gather_bytes", "grad_bytes", "exchange_bytes"
 
+# Bytes from the beginning of all shards that a product's weight may lie at a multiple of; elsewhere it is copied.
+# cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses.
 ALIGNMENT = 256
-"""Bytes from the beginning of all shards that a product's operand may lie at a multiple of; elsewhere it is copied.
-cuBLASLt chooses its kernel, and with it the last bits, by the alignment of addresses."""
 
 _live: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 
@@ -53,22 +52,18 @@ def allocated_bytes() -> int:
 # ---------------------------------------------------------------- transports of FP8 shards
 
 
-@dataclass(frozen=True)
-class Work:
-    """Gathers in flight."""
-
-    wait: Callable[[], None]  # lets the current stream wait for all of them; on a device without streams, the host
+Wait = Callable[[], None]  # lets the current stream wait for gathers in flight; on a device without streams, the host
 
 
-def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
     """Begin to gather flat [n_i] into flat [ranks * n_i], in the order of the ranks, all in one launch of NCCL."""
     # torch has no public name for this; DeepSpeed's all_gather_coalesced loses the handle.
     # NCCL begins all of them in one launch, on its own stream behind the current one. The tensors live at least until
-    # Work.wait: whoever gathers holds outputs in the handle, and inputs are views of the buffer of all shards.
+    # the wait: whoever gathers holds outputs in the handle, and inputs are views of the buffer of all shards.
     with distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
         for output, shard in zip(outputs, inputs, strict=True):
             distributed_c10d.all_gather_into_tensor(output, shard, group=group, async_op=True)
-    return Work(manager.wait)
+    return manager.wait
 
 
 class Transport(Protocol):
@@ -81,7 +76,7 @@ class Transport(Protocol):
         """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""
 
     def write(self) -> None:
-        """Let the current stream wait until no rank reads shards that were gathered so far.
+        """Let the current stream wait until no rank reads shards for the gathers so far.
 
         For this rank's own gathers, those too that were fetched ahead and that no product has waited for.
         """
@@ -89,13 +84,11 @@ class Transport(Protocol):
     def written(self) -> None:
         """Let the current stream wait until all ranks have written what they were writing."""
 
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
         """Begin to gather every input, a view of `local`, into its output, behind what the current stream holds.
 
-        Args:
-            outputs: uint8 [ranks * n_i], where the shards land in the order of the ranks.
-            inputs: uint8 [n_i]; those of the other ranks lie at the same places of theirs.
-            group: Process group of the weights.
+        Inputs are uint8 [n_i], the other ranks' at the same places of theirs; they land in outputs, uint8
+        [ranks * n_i], in the order of the ranks of `group`, that of the weights.
         """
 
 
@@ -121,7 +114,7 @@ class Collectives:
     def written(self) -> None:
         """Wait for nothing: a gather of another rank reads nothing here before it begins here, behind the writing."""
 
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
         stream = streams.current_stream()
         if stream not in self._readers:
             self._readers.append(stream)
@@ -171,7 +164,7 @@ class PeerMemory:
         self.local[:1] = 0
         return None if read == list(range(1, len(read) + 1)) else "a read of another rank's memory returned wrong bytes"
 
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object = None) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object = None) -> Wait:
         before = streams.current_stream()
         # One stream for all copies of this rank: they share the copy engines anyway, and one event behind the last is
         # enough for `write` to know that all have read.
@@ -185,7 +178,7 @@ class PeerMemory:
                     peer = self._of_rank[rank][start : start + numel]
                     output[rank * numel : (rank + 1) * numel].copy_(peer, non_blocking=True)
             self._done = streams.record_event()
-        return Work(functools.partial(streams.wait_event, self._done))
+        return functools.partial(streams.wait_event, self._done)
 
     def write(self) -> None:
         # The last copy's event stands for all of them: they run on one stream.
@@ -224,7 +217,10 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
     gpus = {place.gpu for place in places}
     if len(gpus) < len(places):
         return "several ranks share a GPU"
-    problem = reason_of_any(_why_unreadable(device.index, visible, gpus), group)
+    # CUDA answers for GPUs that this process sees only; whether the memory of others can be mapped, mapping it tells.
+    others = [index for index, uuid in enumerate(visible) if index != device.index and uuid in gpus]
+    readable = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
+    problem = reason_of_any(None if readable else "the GPUs cannot read each other's memory", group)
     if problem is not None:
         return problem
     memory, alike = None, len({place.index for place in places}) < len(places)
@@ -244,17 +240,6 @@ def reason_of_any(reason: str | None, group: object = None) -> str | None:
     reasons: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)
     return next(filter(None, reasons), None)
-
-
-def _why_unreadable(device: int, visible: tuple[str, ...], gpus: set[str]) -> str | None:
-    """Return why this rank's GPU cannot read the memory of one of the others, or None.
-
-    CUDA answers for GPUs that this process sees only; whether the memory of others can be mapped, mapping it tells.
-    """
-    for index, uuid in enumerate(visible):
-        if index != device and uuid in gpus and not torch.cuda.can_device_access_peer(device, index):
-            return "the GPUs cannot read each other's memory"
-    return None
 
 
 @contextmanager
@@ -293,7 +278,7 @@ class AllGather:
         self._wire, self._transport, self._ready = wire, transport, ready
         self._product = {weight: stack for stack in stacks for weight in stack}
         # Weights of a product of which others have been fetched: memory beside those, and the stream it is for.
-        self._left: dict[FP8Param, tuple[torch.Tensor, object | None]] = {}
+        self._reserved: dict[FP8Param, tuple[torch.Tensor, object | None]] = {}
 
     def begin(self, weights: list[FP8Param], alone: bool = False) -> Callable[[], None]:
         """Begin one gather of weights of one process group, sorted by `start`; return what waits, and unshards them.
@@ -306,18 +291,18 @@ class AllGather:
         landed, sent = {}, []
         for stack in stacks:
             if stack[0].shard.world == 1 and stack[0].start % ALIGNMENT == 0:
-                # One rank has the whole weight: its shard is what products read, and nothing is copied. Requantize
-                # would overwrite it while a product reads; it copies what is gathered at that moment.
+                # One rank has all of the weight: its shard is what products read, and nothing is copied. Requantize
+                # would overwrite it while a product reads; it copies what is unsharded at that moment.
                 landed.update((weight, weight.data) for weight in stack)
-            elif all(weight.unsharded_data is not None for weight in stack):
-                landed.update((weight, weight.unsharded_data) for weight in stack)
+            elif all(weight.kept_data is not None for weight in stack):
+                landed.update((weight, weight.kept_data) for weight in stack)
             else:
                 sent += stack
                 landed.update(zip(stack, self.allocate(stack, alone), strict=True))
         for weight in weights:
-            weight.unshard()  # behind the buffers, which are left for weights that are not on their way
+            weight.unshard()  # behind the buffers, which are reserved for weights that are not on their way
         # All of the group's shards in one launch: the latency of a collective is paid once a fetch, not once a weight.
-        work = self._gather([landed[weight] for weight in sent], sent) if sent else None
+        wait = self._gather([landed[weight] for weight in sent], sent) if sent else None
         scales = {weight: weight.scale for weight in sent}  # those of the data just sent, also after requantize
 
         def finish() -> None:
@@ -325,12 +310,15 @@ class AllGather:
             # DeepSpeed waits for a prefetch that nobody used on the stream of the products. Waiting and copies stay on
             # the stream that the buffers were allocated on: there they are reused in order.
             with streams.on_stream(stream):
-                if work is not None:
-                    work.wait()
+                if wait is not None:
+                    wait()
                 if len(sent) < len(weights):
                     self._ready()  # there may have been a requantize since; those in place are its result
                 for stack in stacks:
-                    unsharded.update(zip(stack, _without_padding(stack, landed), strict=True))
+                    data = [landed[weight][: weight.unsharded_numel] for weight in stack]  # views, without padding
+                    if _padded(stack[:-1]):  # which parts them: copied, to adjoin
+                        data = torch.cat(data).split([weight.unsharded_numel for weight in stack])
+                    unsharded.update(zip(stack, data, strict=True))
             streams.wait_stream(stream)
             for weight, mine in unsharded.items():
                 weight.finish_unshard(mine, scales.get(weight, weight.scale))
@@ -339,16 +327,16 @@ class AllGather:
 
     def gather_kept(self, weights: Iterable[FP8Param]) -> None:
         """Gather data that every rank keeps, after they were written; the current stream waits. Collective."""
-        kept = sorted((weight for weight in weights if weight.unsharded_data is not None), key=lambda one: one.start)
+        kept = sorted((weight for weight in weights if weight.kept_data is not None), key=lambda one: one.start)
         for some in in_runs(kept, lambda weight: id(weight.shard.group)):
-            self._gather([weight.unsharded_data for weight in some], some).wait()
+            self._gather([weight.kept_data for weight in some], some)()
 
     def gather_again(self, weight: FP8Param) -> None:
         """Gather a weight that is unsharded once more, into the memory that it has. Collective."""
-        self._gather([weight.operand_data], [weight]).wait()
-        weight.finish_unshard(weight.operand_data, weight.scale)
+        self._gather([weight.unsharded_flat], [weight])()
+        weight.finish_unshard(weight.unsharded_flat, weight.scale)
 
-    def _gather(self, outputs: Sequence[torch.Tensor], weights: Sequence[FP8Param]):
+    def _gather(self, outputs: Sequence[torch.Tensor], weights: Sequence[FP8Param]) -> Wait:
         inputs, group = [weight.data for weight in weights], weights[0].shard.group
         self._wire.count(GATHER, "all_gather", sum(data.nbytes for data in inputs), group)
         return self._transport.gather(outputs, inputs, group)
@@ -356,36 +344,28 @@ class AllGather:
     def allocate(self, stack: Stack, alone: bool = False) -> Sequence[torch.Tensor]:
         """Return memory for all ranks' shards [W * n] of each weight of a product, or of one of its weights.
 
-        On the current stream: what was left for another one is not in the order of this.
+        On the current stream: what was reserved on another one is not in the order of this.
         """
         stream, product = streams.current_stream(), stack
         if not alone:
-            left, of_stream = self._left.pop(stack[0], (None, None))
-            if len(stack) == 1 and left is not None and of_stream == stream:
-                return [left]
+            reserved, of_stream = self._reserved.pop(stack[0], (None, None))
+            if len(stack) == 1 and reserved is not None and of_stream == stream:
+                return [reserved]
             product = self._product[stack[0]]
         others = [weight for weight in product if weight not in stack]
         if _padded(product[:-1]) or any(
-            is_gathered(w.parameter) or not w.in_fp8 or w.unsharded_data is not None for w in others
+            is_gathered(w.parameter) or not w.in_fp8 or w.kept_data is not None for w in others
         ):
             product, others = stack, []  # not all would lie side by side
         lengths = [weight.shard.world * weight.data_numel for weight in product]
         buffers = dict(zip(product, self._transport.allocate(sum(lengths)).split(lengths), strict=True))
-        self._left |= {weight: (buffers[weight], stream) for weight in others}
+        self._reserved |= {weight: (buffers[weight], stream) for weight in others}
         return [buffers[weight] for weight in stack]
 
     def resharded(self, weight: FP8Param) -> None:
-        """Leave no memory beside a weight that is there no longer."""
+        """Reserve no memory next to a weight that is unsharded no longer."""
         for other in self._product[weight]:
-            self._left.pop(other, None)
-
-
-def _without_padding(stack: Stack, landed: dict[FP8Param, torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the data of every weight of a stack, flat and adjacent: views, or copies where padding parts them."""
-    data = [landed[weight][: weight.unsharded_numel] for weight in stack]
-    if _padded(stack[:-1]):
-        return torch.cat(data).split([weight.unsharded_numel for weight in stack])
-    return data
+            self._reserved.pop(other, None)
 
 
 def _padded(weights: Iterable[FP8Param]) -> bool:

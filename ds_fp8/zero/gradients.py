@@ -1,6 +1,10 @@
-"""The receiver's half of a reduction: messages summed in FP32 into the gradient shards, with the squares of the norm.
+"""Messages of gradients, and the receiver's half of a reduction: sums in FP32, with the squares of the norm.
 
-    gradient[i]  = 1/W * sum over rows of code * scale              first micro-batch of a step
+A message is uint8 [rows, places * width * 33/32], one row for each rank it goes to: first the data, `width` for each
+of `places` slices, then one FP32 scale for every 128 of them. The slice of rank r lies in row r mod rows, place r div
+rows; one flat exchange has as many rows as ranks and one place, the first of two levels has a place for every node.
+
+    gradient[i]  = 1/W * sum over rows of data * scale              first micro-batch of a step
     gradient[i] += the same                                         later ones
     squares[s]   = sum of gradient[i]² over the SPAN elements i of span s, after that
 
@@ -13,14 +17,98 @@ Each function has a kernel in reduce_triton.py; formats with a codec have the re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch.nn.functional import pad
 
 from ds_fp8.casts.primitives import decode
 from ds_fp8.config.formats import BLOCK, FORMATS
-from ds_fp8.zero.messages import SPAN, Message, Slices, Target, span_count
+
+LIMIT = 1024  # items of a cache: buckets are far fewer where all steps have the same, and endless where they vary
+SPAN = 4096  # elements of a gradient slice that share one sum of squares
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Message:
+    """The shape of a message; `width` is a multiple of 128."""
+
+    rows: int
+    places: int
+    width: int
+
+    @property
+    def row_numel(self) -> int:
+        return self.places * self.width
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_numel + self.row_numel // BLOCK * torch.float32.itemsize
+
+    def parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of data, uint8 [rows, places, width], and scales, FP32 [rows, places, width/128]."""
+        data = message[:, : self.row_numel].unflatten(1, (self.places, self.width))
+        scales = message.view(torch.float32)[:, self.row_numel // 4 :]
+        return data, scales.unflatten(1, (self.places, self.width // BLOCK))
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.rows, self.row_bytes, dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Offsets of one flat gradient in a message: rank r gets its elements [r * length, (r + 1) * length)."""
+
+    length: int
+    column: int  # where its slice begins in the `width` elements of every place; a multiple of 128
+
+    @property
+    def padded(self) -> int:
+        """Return the elements that a slice takes: whole groups."""
+        return -(-self.length // BLOCK) * BLOCK
+
+
+class Target(NamedTuple):
+    """Offset of one gradient's slice in a message, and the destination of its sum."""
+
+    column: int  # first element in every row of the message; a multiple of 128
+    start: int  # first element in the flat gradient shards
+    numel: int  # elements of the slice
+    span: int  # first of its sums of squares
+
+
+def span_count(numel: int) -> int:
+    """Return the number of sums of squares of a slice of `numel` elements."""
+    return -(-numel // SPAN)
+
+
+class Recent(Generic[K, V]):
+    """The values of the keys that were used last, at most `limit`."""
+
+    def __init__(self, limit: int = LIMIT):
+        self._limit = limit
+        self._values: dict[K, V] = {}
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        value = self._values.pop(key) if key in self._values else make()
+        self._values[key] = value  # the last one now
+        if len(self._values) > self._limit:
+            del self._values[next(iter(self._values))]
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+# ---------------------------------------------------------------- sums of rows
 
 
 def has_kernel(tensor: torch.Tensor, format: str) -> bool:
@@ -39,9 +127,8 @@ def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int = 
 
 def sum_rows_reference(message: torch.Tensor, shape: Message, format: str, divisor: int = 1) -> torch.Tensor:
     """Do sum_rows in torch, on any device; the oracle of the kernel."""
-    total = torch.zeros(shape.codes // BLOCK, BLOCK, device=message.device)
-    codes, scales = shape.parts(message)
-    for row, scale in zip(codes, scales, strict=True):
+    total = torch.zeros(shape.row_numel // BLOCK, BLOCK, device=message.device)
+    for row, scale in zip(*shape.parts(message), strict=True):
         numbers = decode(row.contiguous().view(FORMATS[format].dtype), format=format)
         total += numbers.view(-1, BLOCK) * scale.reshape(-1, 1)
     return (total / divisor).flatten()
@@ -59,15 +146,8 @@ def add_rows_reference(
 ) -> None:
     """Sum the rows of a received message into the gradient shards, in torch; the oracle of the kernel.
 
-    Args:
-        message: uint8 [rows, row bytes].
-        shape: Shape of the message; one place.
-        format: Format of its codes.
-        divisor: What the sum is divided by.
-        targets: Slices of the message to add; none may overlap another.
-        gradient: Flat shards of all gradients, FP32 or BF16 [n], written in place.
-        squares: FP64 [spans], written in place: sums over what `gradient` then holds.
-        accumulate: Add to what `gradient` holds rather than replace it.
+    `targets`, of which none overlap, are added to the flat shards of all gradients, FP32 or BF16, or replace what they
+    hold; `squares`, FP64 [spans], are sums over what `gradient` then holds.
     """
     total = sum_rows_reference(message, shape, format, divisor)
     for target in targets:
@@ -99,8 +179,8 @@ class GradientShards:
             self._spans[name] = slice(spans, spans := spans + span_count(numel))
         # Written whole by each pass, never added to: a sum per span of 4096 elements, final after the last micro-batch.
         self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
+        # Names, in the order of their arrival, for the last bit of the sum depends on it.
         self._unsummed: dict[str, None] = {}
-        """Names, in the order of their arrival, for the last bit of the sum depends on it."""
         self._arrived: set[str] = set()  # names of the gradients that were added since the last step
         self._written: dict[str, None] = {}  # names of the gradients that users wrote since the last step, in order
 

@@ -1,4 +1,4 @@
-"""The weights of an engine that are gathered in FP8: ZeRO-3 sends one byte a parameter, and makes no BF16 copy of them.
+"""The weights of an engine that are unsharded in FP8: ZeRO-3 sends one byte a parameter, and makes no BF16 copy.
 
 After each change of the master shards they are requantized once, on a stream of their own, right after an optimizer
 step, during the work that precedes the first all-gather. A step may have quantized most of their blocks itself
@@ -8,13 +8,7 @@ Weights whose scale needs no amax need no all-reduce. The result is bit-equal to
 (Micikevicius et al. quantize whole tensors; a block on the edge of two shards is why its amax must be agreed). At every
 all-gather only the bytes of the shards travel: every rank knows all scales already.
 
-Weights of one fused product arrive as adjacent row slices of one buffer if no padding parts them, and their scales lie
-so: wherever stacking keeps the scales, it is a view (collectives.py).
-
 On one rank a shard is the weight: it is used where it lies, until the next requantize writes there.
-
-Weights with outlier channels whose shards are whole rows have room behind every row for the outlier block, which the
-rank of the row writes: their all-gathers bring the operand of fprop, and nothing of it is copied (residuals.py).
 
 DeepSpeed holds a BF16 shard of every parameter, in one flat buffer, next to its FP32 master. Nobody reads most of them,
 and they are freed. What reads those of weights in FP8 (GatheredParameters, saving, loading) gets them rounded from the
@@ -56,8 +50,7 @@ from ds_fp8.zero.masters import FP32Masters, runs_of
 from ds_fp8.zero.param import FP8Param, Stack, State, in_runs, on_device, stacks_of
 from ds_fp8.zero.streams import profiled
 
-Written = tuple[FP8Param | SplitParameter, torch.Tensor]
-"""A parameter whose BF16 shard a user may write to, and a copy of the shard from before."""
+Written = tuple[FP8Param | SplitParameter, torch.Tensor]  # a user may write its BF16 shard, which was this before
 
 
 def _kind(stack: Stack) -> int:
@@ -68,7 +61,7 @@ def _kind(stack: Stack) -> int:
 
 
 class FP8ParamGroup:
-    """This rank's FP8 shards, in one buffer, and the scales of whole weights, the same on all ranks."""
+    """This rank's FP8 shards, in one buffer, and the scales of unsharded weights, the same on all ranks."""
 
     def __init__(
         self,
@@ -105,7 +98,7 @@ class FP8ParamGroup:
         self.trained = FP32Masters(trained, wire, self.data) if trained else None
         rest = FP32Masters(frozen, wire, self.data) if frozen else None
         self.masters = [some for some in (self.coded, self.trained, rest) if some is not None]
-        # A stream apart from the products': requantize overlaps with whatever precedes the first gather of the step.
+        # Another stream than the products': requantize overlaps with whatever precedes the first gather of the step.
         self._stream = streams.new_stream()
         # Behind the last write to masters or BF16 shards. Weights were written on the current stream before.
         self._written: object | None = streams.record_event()
@@ -138,32 +131,32 @@ class FP8ParamGroup:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this rank's FP8 shards, and of whole weights: data kept, scales, outliers' residuals."""
-        kept = sum(weight.unsharded_data.nbytes for weight in self if weight.unsharded_data is not None)
+        """Return the bytes of this rank's FP8 shards, and for unsharded weights: data kept, scales, residuals."""
+        kept = sum(weight.kept_data.nbytes for weight in self if weight.kept_data is not None)
         return self.data.nbytes + kept + sum(some.nbytes for some in self.masters)
 
     @property
     def kept_numel(self) -> int:
         """Return the number of parameters that every rank keeps unsharded in FP8, and never gathers."""
-        return sum(weight.shard.shape.numel() for weight in self if weight.unsharded_data is not None)
+        return sum(weight.shard.shape.numel() for weight in self if weight.kept_data is not None)
 
     def addresses(self) -> tuple[int, ...]:
         """Return where the shards lie, and which weights are gathered from them."""
         return (self.data.data_ptr(), *(key for key, weight in self._params.items() if weight.in_fp8))
 
-    def observe(self, show: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
-        """Call `show(parameter, rows, cast, elements)` for each shard that is gathered in FP8. Between steps.
+    def observe(self, report: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
+        """Call `report(parameter, rows, quantized, elements)` for each shard that is gathered in FP8. Between steps.
 
         The rows are those that the shard of so many elements touches, in high precision and as they are sent. A shard
-        that waits on the host is shown once after it was quantized.
+        that waits on the host is reported once after it was quantized.
         """
         self.wait_for_requantize()
         for weight in self:
             if weight.in_fp8 and weight.shard.valid and not (weight.on_host and weight.logged):
                 weight.logged = True
                 numbers = weight.before_cast(on_device(weight.numbers(), self.data.device))
-                cast = QuantizedTensor.of_bytes(weight.covered_data(), weight.covered(weight.scale), weight.spec)
-                show(weight.parameter, weight.cover(numbers), cast, weight.shard.valid)
+                quantized = QuantizedTensor.of_bytes(weight.covered_data(), weight.covered(weight.scale), weight.spec)
+                report(weight.parameter, weight.cover(numbers), quantized, weight.shard.valid)
 
     # ---------------------------------------------------------------- requantize
 
@@ -174,7 +167,7 @@ class FP8ParamGroup:
         stale = [some for some in self.masters if some.stale]
         if not stale:
             return
-        if self._copy_operands():  # on the current stream, which the stream of requantize must wait for, too
+        if self._copy_unsharded():  # on the current stream, which the stream of requantize must wait for, too
             self._written = streams.record_event()
         with profiled("cast"), streams.on_stream(self._stream):
             # The stream that the masters were written on holds the products too, which read the scales.
@@ -187,18 +180,18 @@ class FP8ParamGroup:
             self._all_gather.gather_kept(weight for some in stale for weight in some.weights)
             self._quantized = streams.record_event()  # gathers begin behind it
 
-    def _copy_operands(self) -> bool:
+    def _copy_unsharded(self) -> bool:
         """Copy the data of weights that are used in place; DeepSpeed has resharded nearly all by now."""
-        in_use = [weight for weight in self if weight.operand_in_place]
+        in_use = [weight for weight in self if weight.unsharded_in_place]
         for weight in in_use:
-            weight.copy_operand()
+            weight.copy_unsharded()
         return bool(in_use)
 
     def before_update(self) -> None:
         """Let the current stream wait until a step may write data. Collective."""
         self.check_masters()
         self.wait_for_requantize()
-        self._copy_operands()
+        self._copy_unsharded()
         self.transport.write()
 
     def wait_for_requantize(self) -> None:
@@ -230,7 +223,7 @@ class FP8ParamGroup:
         self._quantized = streams.record_event()
         for weight in in_room:
             # The product that has just found its channels has its weights already, with the blocks of before.
-            if weight.operand and not weight.operand_in_place:
+            if weight.unsharded and not weight.unsharded_in_place:
                 self._all_gather.gather_again(weight)
 
     def keep_frozen_unsharded(self) -> None:
@@ -239,16 +232,12 @@ class FP8ParamGroup:
         for stack in stacks_of(self):
             if stack[0].shard.world > 1 and all(w.in_fp8 and not is_trained(w.parameter) for w in stack):
                 for weight, data in zip(stack, self._all_gather.allocate(stack), strict=True):
-                    weight.unsharded_data = data
+                    weight.kept_data = data
         self._all_gather.gather_kept(self)
         self._quantized = streams.record_event()  # products read what is kept as they read shards
 
     def pin_scales(self) -> None:
-        """Keep the scales where they are from now on: requantize writes them in place, for CUDA graphs read them.
-
-        Between steps. Until then every requantize has scales of its own, so that whoever holds the earlier ones keeps
-        them.
-        """
+        """Keep the scales where they are from now on, between steps: requantize writes in place what graphs read."""
         if not self._pinned:
             self.requantize_and_wait()  # the pinned buffer begins with copies of the present scales
             for some in self.masters:
@@ -280,6 +269,19 @@ class FP8ParamGroup:
             return state
         self.wait_for_requantize()
         return self.coded.into_state(state)
+
+    def step(self, step: Callable[[], Any], skipped: Callable[[], bool]) -> Any:
+        """Take DeepSpeed's own step, of an optimizer other than AdamW, and requantize what it has changed."""
+        self.wait_for_requantize()  # it reads masters, on a stream of its own
+        try:
+            result = step()
+            if not skipped():
+                self.step_wrote()
+            self.requantize()
+            return result
+        except BaseException:
+            self.step_ended_midway()
+            raise
 
     def step_wrote(self) -> None:
         self._wrote(self.trained.weights if self.trained else (), by_step=True)
@@ -326,11 +328,11 @@ class FP8ParamGroup:
         self.requantize()
         # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it. It may keep them.
         self._all_gather.begin([weight], alone=True)()
-        if weight.operand_in_place:  # which requantize overwrites: the reader gets a copy to keep
-            weight.copy_operand()
-        whole = replace(weight.operand, data=weight.operand.data.contiguous())  # without room
+        if weight.unsharded_in_place:  # which requantize overwrites: the reader gets a copy to keep
+            weight.copy_unsharded()
+        unsharded = replace(weight.unsharded, data=weight.unsharded.data.contiguous())  # without room
         reshard(parameter)
-        return whole
+        return unsharded
 
     def unshard_bf16(self, parameters: Iterable[nn.Parameter]) -> None:
         """Prepare parameters for a gather by DeepSpeed; RuntimeError where a layer computes with one of them in FP8."""
@@ -340,16 +342,15 @@ class FP8ParamGroup:
                 self.wait_for_requantize()  # it may still write what masters are decoded from
             weight.unshard_bf16()
 
-    def part_from_shards(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy what DeepSpeed has gathered and is the shard itself (one rank)."""
-        for weight in self._of(parameters):
-            weight.part_from_shard()
-        for parameter in (one.parameter for one in self._split(parameters)):
+    def copy_from_shards(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy BF16 weights that are the shard itself (one rank): writes are found by comparing the two."""
+        weights = [weight for weight in self._of(parameters) if weight.in_fp8 and weight.has_bf16]
+        for parameter in (one.parameter for one in (*weights, *self._split(parameters))):
             if parameter.data_ptr() == bf16_shard(parameter).data_ptr():
                 parameter.data = parameter.data.clone()
 
     def reshard(self, parameters: Iterable[nn.Parameter], may_be_written: bool) -> list[Written] | None:
-        """Drop what was gathered in FP8, before DeepSpeed releases the parameters.
+        """Drop what was unsharded in FP8, before DeepSpeed releases the parameters.
 
         Returns, for `resharded`, the weights whose BF16 shards DeepSpeed may write then; None where it writes none.
         """
@@ -380,7 +381,7 @@ class FP8ParamGroup:
     def _find_writes(self, written: Iterable[Written]) -> None:
         """Quantize from their BF16 shards, from now on, the weights whose shards have changed on any rank.
 
-        GatheredParameters with a modifier_rank may have written to them, or only have shown them to somebody (as
+        GatheredParameters with a modifier_rank may have written to them, or only have read them (as
         save_16bit_model does): then the FP32 masters stay the source. As in ZeRO-3 itself new values hold until the
         next step writes the masters over them. Collective; the host waits.
         """
@@ -398,7 +399,7 @@ class FP8ParamGroup:
                     weight.bf16_written(old)
 
     def forget_unsharded(self) -> None:
-        """Drop the gathered weights of a capture that failed."""
+        """Drop the unsharded weights of a capture that failed."""
         for weight in self:
             weight.forget()
             self._all_gather.resharded(weight)
@@ -420,7 +421,8 @@ class FP8ParamGroup:
         self.wait_for_requantize()
         for weight in self._of(parameters):
             weight.leave_fp8()
-            weight.keep_bf16()
+            weight.make_bf16()  # what a user wrote there stays
+            weight.frees_bf16 = False
 
     def end_fp8(self) -> None:
         """Gather all weights in BF16 from now on, on all ranks, from shards made for each gather."""
@@ -493,7 +495,5 @@ class FP8ParamGroup:
     def frozen_with_bf16(self) -> tuple[int, int] | None:
         """Return how many frozen parameters have a BF16 shard on the device, and how many there are; None without."""
         frozen = [weight for weight in self if weight.in_fp8 and not is_trained(weight.parameter)]
-        if not frozen:
-            return None
         numel = sum(weight.shard.shape.numel() for weight in frozen)
-        return sum(weight.shard.shape.numel() for weight in frozen if weight.has_bf16), numel
+        return (sum(weight.shard.shape.numel() for weight in frozen if weight.has_bf16), numel) if frozen else None

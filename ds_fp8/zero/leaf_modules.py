@@ -1,4 +1,4 @@
-"""ZeRO-3 leaf modules: modules whose parameters are gathered together, as those of all fused layers are.
+"""ZeRO-3 leaf modules: modules whose parameters are unsharded together, as those of all fused layers are.
 
 Three properties of DeepSpeed's leaf modules that FP8 layers need help with:
 
@@ -6,9 +6,9 @@ Three properties of DeepSpeed's leaf modules that FP8 layers need help with:
                 module's input is complete. If no input requires a gradient, torch runs the hook before the module's
                 backward: DeepSpeed then reduces zeros and, if this was the last module, releases all parameters.
                 Inputs that are passed by name torch does not look at.
-    calls       The hook runs for each call of the module, although the gradients are whole after the last one.
+    calls       The hook runs for each call of the module, although the gradients are complete after the last one.
     weights     ZeRO-3 detects a module that reads another module's weight (an external parameter) because that weight
-                is not gathered at the time. Inside a leaf module every weight is, and one gathered in FP8 reads as NaN.
+                is sharded at the time. Inside a leaf module no weight is, and one unsharded in FP8 reads as NaN.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class LeafCalls:
         module which is called with its input by name.
         """
         self._engine = engine
+        # Calls whose backward may come. A forward whose output was dropped, as of an evaluation with gradients enabled,
+        # leaves none. The same on all ranks: every call gathers weights, which is collective.
         self._calls: dict[nn.Module, list[weakref.ref[_Call]]] = {}
-        """Calls whose backward may come. A forward whose output was dropped, as of an evaluation with gradients
-        enabled, leaves none. The same on all ranks: every call gathers weights, which is collective."""
         self._open: dict[nn.Module, _Call] = {}
+        # Parameters, by id, without a gradient at the end of the present backward of their module.
         self._absent: set[int] = set()
-        """Parameters, by id, without a gradient at the end of the present backward of their module."""
+        # Parameters, by id, that were to be reduced before the last backward of their module.
         self._delayed: dict[int, nn.Parameter] = {}
-        """Parameters, by id, that were to be reduced before the last backward of their module."""
         for module in _leaf_modules(parameter for parameter in engine.module.parameters() if parameter.requires_grad):
             handles = [
                 # Before DeepSpeed's hooks, which test whether the input requires a gradient, and reduce.
@@ -95,7 +95,7 @@ class LeafCalls:
                 replace(engine, parameter, BEFORE_BACKWARD, functools.partial(self._fetch, module))
 
     def delays(self, parameter: nn.Parameter) -> bool:
-        """Return whether a gradient that is to be reduced now is not whole yet."""
+        """Return whether a gradient that is to be reduced now is not complete yet."""
         if not self._pending(leaf_module_of(parameter)):
             self._delayed.pop(id(parameter), None)
             return False

@@ -5,26 +5,41 @@
 
 An optimizer step may find amax and data as it updates: one pass over memory where two were (one_pass_triton.py). Then
 requantize has only the all-reduce of the amax left to do, and the blocks that lie on two ranks.
+
+Residuals of outlier channels (casts/outliers.py) are of those columns; every rank keeps all of them.
+
+    data[n, c] = cast((master[n, k] - data[n, k] * scale) / row_scale[n])     k = channels[c]
+
+Only the rank that holds the master of an element knows what quantize has lost. Where shards are whole rows, it writes
+the whole outlier block behind the data of the row, and every all-gather brings it.
+
+Where rows are cut, or masters are data, each rank writes its own residuals into a zeroed buffer of all of them, and
+one all-reduce adds up what no two ranks have both written: a byte a row and channel. Every forward makes an outlier
+block of them. Either way they stay until the masters or the channels change.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
 
 from ds_fp8.casts import scale_from_amax
-from ds_fp8.config.formats import SCALE_TYPES, CastSpec
+from ds_fp8.casts.outliers import residual_codes, residual_scale, weight_block
+from ds_fp8.casts.primitives import decode
+from ds_fp8.casts.quantization import whole_blocks
+from ds_fp8.config.formats import BLOCK, FORMATS, SCALE_TYPES, CastSpec
 from ds_fp8.config.fp8 import MOMENTS
 from ds_fp8.layers.linear.outliers import OutlierChannels
+from ds_fp8.layers.linear.weights import RESIDUAL
 from ds_fp8.optim.adamw import AdamStep, AdamW
 from ds_fp8.zero.collectives import GATHER, WireMeter
 from ds_fp8.zero.deepspeed.parameters import master_position
-from ds_fp8.zero.param import SCALE_ALIGNMENT, FP8Param, ReferenceShardCast, Stack, in_runs
-from ds_fp8.zero.residuals import OutlierResiduals
+from ds_fp8.zero.param import SCALE_ALIGNMENT, FP8Param, Numbers, ReferenceShardCast, Stack, in_runs, on_device
 
 
 def runs_of(stacks: list[Stack]) -> list[list[Stack]]:
@@ -60,8 +75,8 @@ def make_shard_cast(weights: Sequence[FP8Param], shards: torch.Tensor, spec: Cas
 class Masters:
     """Scales and residuals of weights that are quantized together; subclasses quantize, and take part in a step."""
 
+    # Whether an optimizer step writes data: by begin, update of every sub-group, finish, and taken where it counts.
     steps = False
-    """Whether an optimizer step writes data: by begin, update of every sub-group, finish, and taken where it counts."""
 
     def __init__(self, stacks: list[Stack], wire: WireMeter):
         """Give scales to weights that have their memory, `stacks` in the order of `runs_of`."""
@@ -85,7 +100,7 @@ class Masters:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of scales and residuals, which every rank has of whole weights."""
+        """Return the bytes of scales and residuals, which every rank has of unsharded weights."""
         residuals = 0 if self._residuals is None else self._residuals.nbytes
         return self.num_scales * torch.float32.itemsize + residuals
 
@@ -149,7 +164,7 @@ class FP32Masters(Masters):
             for same in in_runs(self.weights, lambda weight: str(weight.spec))
         ]
         # Of what requantize reads next, where a step has found it and written the data of blocks that are this rank's
-        # alone. Taken away by requantize, and by loads and writes of whole masters.
+        # alone. Taken away by requantize, and by loads and writes of all masters.
         self.amax: torch.Tensor | None = None
         self._amax_of_step = torch.empty(0)
         self._kernels: dict[int, Any] = {}  # by sub-group, of all that have weights here
@@ -237,3 +252,104 @@ def one_pass_kernels(weights: Sequence[FP8Param], optimizer: AdamW, numels: Sequ
             return {}
         kernels[index] = one_pass_triton.StepAndCast(members, numels[index], data)
     return kernels
+
+
+# ---------------------------------------------------------------- residuals of outlier channels
+
+
+class OutlierWeight(NamedTuple):
+    """A sharded weight with outlier channels."""
+
+    weight: FP8Param
+    # uint8: data [N, C] of all rows, a view of the buffer of all residuals; of a weight with room the outlier blocks of
+    # the shard's rows, behind their data.
+    residual: torch.Tensor
+
+
+class ReferenceResidualCast:
+    """Residuals in torch, on any device; the oracle of the kernel."""
+
+    def write(self, weights: Sequence[OutlierWeight], scales: torch.Tensor, source: Numbers) -> None:
+        """Write residuals of the shards' elements, zero so far, of weights whose channels are known."""
+        for weight, residual in weights:
+            write_residual(weight, residual, scales, source)
+
+
+def write_residual(weight: FP8Param, residual: torch.Tensor, scales: torch.Tensor, source: Numbers) -> None:
+    """Write the residuals of one weight's shard into `residual`, or its outlier blocks, where it has room for them."""
+    shard, at = weight.shard, weight.outliers.channels.long()
+    if not shard.valid:
+        return
+    columns = shard.shape[1]
+    rows = slice(shard.start // columns, -(-(shard.start + shard.valid) // columns))
+    row = torch.arange(rows.start, rows.stop, device=at.device)[:, None]
+    place = row * columns + at - shard.start
+    inside = (place >= 0) & (place < shard.valid)
+    place = place.clamp(0, shard.valid - 1)
+    scale = weight.scales_in(scales)
+    values = on_device(source(weight), at.device)[place]
+    data = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
+    data, scale_of_row = data.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
+    of_row, of_element = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
+    found = residual_codes(values, data, of_element, of_row, weight.spec.format)
+    if weight.has_room:
+        residual.copy_(weight_block(found, decode(data) * of_element, of_row, weight.spec.format))
+        weight.block_scales_in(scales).copy_(scale_of_row[:, None])
+    else:
+        residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])
+
+
+class OutlierResiduals:
+    """Keeps the residuals of all weights with outlier channels up to date."""
+
+    def __init__(self, weights: Sequence[FP8Param], device: torch.device) -> None:
+        """Allocate the residuals of weights in the order of the shards: those of one product are neighbours."""
+        cut = [weight for weight in weights if not weight.has_room]
+        shapes = [(w.shard.shape[0], min(w.outliers.count, w.shard.shape[1])) for w in cut]
+        numels = [rows * columns for rows, columns in shapes]
+        self._buffer = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
+        views = [flat.view(shape) for flat, shape in zip(self._buffer.split(numels), shapes, strict=True)]
+        self._weights = [OutlierWeight(weight, view) for weight, view in zip(cut, views, strict=True)]
+        self._weights += [OutlierWeight(w, w.rows[:, whole_blocks(w.shard.shape[1]) :]) for w in weights if w.has_room]
+        if device.type == "cuda":
+            from ds_fp8.zero.cast_triton import TritonResidualCast
+
+            self._cast: ReferenceResidualCast = TritonResidualCast()
+        else:
+            self._cast = ReferenceResidualCast()
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
+
+    def write(self, scales: torch.Tensor, wire: WireMeter, only: OutlierChannels | None = None) -> None:
+        """Cast the residuals again, of all weights whose channels are known or those of one product. Collective.
+
+        On the current stream, behind the cast of the shards.
+        """
+        known = [
+            one
+            for one in self._weights
+            if one.weight.outliers.channels is not None and only in (None, one.weight.outliers)
+        ]
+        if not known:
+            return
+        # One collective for neighbours of one process group: what lies between belongs to products without channels,
+        # and is zero. Each is added up over its own group alone: a sum of sums would be no code.
+        cut = [one for one in known if not one.weight.has_room]
+        runs = [list(run) for _, run in groupby(cut, lambda one: id(one.weight.shard.group))]
+        parts = [self._from(run[0], run[-1]).zero_() for run in runs]
+        # One launch; of shards on the host one after the other, for their copies are as large as they are.
+        for some in [[one] for one in known] if any(one.weight.on_host for one in known) else [known]:
+            self._cast.write(some, scales, FP8Param.numbers)
+        for run, part in zip(runs, parts, strict=True):
+            group = run[0].weight.shard.group
+            dist.all_reduce(part, group=group)
+            wire.count(GATHER, "all_reduce", part.nbytes, group)
+        for one in cut:
+            dtype = FORMATS[one.weight.spec.format].dtype
+            setattr(one.weight.parameter, RESIDUAL, one.residual.view(dtype))
+
+    def _from(self, first: OutlierWeight, last: OutlierWeight) -> torch.Tensor:
+        """Return the buffer from the residuals of one weight to those of another."""
+        return self._buffer[first.residual.storage_offset() : last.residual.storage_offset() + last.residual.numel()]

@@ -1,7 +1,7 @@
-"""AdamW's step of masters as codes and corrections (coded_masters.py) in one pass: a program takes block after block of 128 x 128.
+"""AdamW's step of masters as data and corrections (coded_masters.py) in one pass: a program takes block after block of 128 x 128.
 
-It updates PART rows after another, stores their moments, and puts their new masters aside; then it has the amax of the
-block, and from that the scale, codes and corrections. Masters lie aside in a few MB that all blocks share, small enough
+It updates PART rows after another, stores their moments, and stages their new masters; then it has the amax of the
+block, and from that the scale, data and corrections. Masters are staged in a few MB that all blocks share, small enough
 for the L2 cache: a block of them in registers would leave room for one program a multiprocessor.
 
     UPDATE     blocks that no other rank has a part of: everything
@@ -41,22 +41,47 @@ from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.param import FP8Param
 
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
+# For what is read or written once: staged masters stay in the cache before it.
 ONCE = tl.constexpr("evict_first")
-"""For what is read or written once: masters that lie aside stay in the cache before it."""
+# Rows that a program updates at once, its warps, and programs a multiprocessor: 8 elements and 80 registers a thread.
 PART, WARPS, PROGRAMS = 16, 8, 3
-"""Rows that a program updates at once, its warps, and programs a multiprocessor: 8 elements and 80 registers a thread."""
 
 
 @triton.jit
-def _put_masters(codes, corrections, w, scale, reciprocal, valid, POW2: tl.constexpr, EVEN: tl.constexpr):
+def _put_masters(data, corrections, w, scale, reciprocal, valid, POW2: tl.constexpr, EVEN: tl.constexpr):
     code, correction = encode_master(w, scale, reciprocal, POW2)
-    store(codes, code, valid, EVEN, ONCE)
+    store(data, code, valid, EVEN, ONCE)
     store(corrections, correction, valid, EVEN, ONCE)
+
+
+@triton.jit
+def _put_staged(
+    staged, data, corrections, start, stop, columns, scale, reciprocal, POW2: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr
+):
+    """Quantize the staged masters of a block, by the scale that their amax gives."""
+    across_block, many = tl.arange(0, 128), tl.arange(0, 2 * PART)
+    tl.debug_barrier()  # until all masters are staged
+    for part in range(0, 128, 2 * PART):
+        of_row = tl.multiple_of((part + many) * columns, [128])
+        valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
+        place = of_row[:, None] + across_block[None, :]
+        w = tl.load(staged + (part + many)[:, None] * 128 + across_block[None, :], eviction_policy="evict_last")
+        _put_masters(data + place, corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
+    tl.debug_barrier()  # before the next block's are staged
+
+
+@triton.jit
+def _noise(at, across_block, seed):
+    """Return random numbers in [0, 1) for both moments of rows that begin at `at`."""
+    # Rows of 128 elements of which no two are on two sides of a multiple of 2^32.
+    key = seed.to(tl.uint32) + (at >> 32).to(tl.uint32) * BEYOND
+    word = random_word(at.to(tl.uint32)[:, None] + across_block.to(tl.uint32)[None, :], key[:, None])
+    return (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0), (word >> 16).to(tl.float32) * (1.0 / 65536.0)
 
 
 @triton.jit(do_not_specialize=["seed", "count"], do_not_specialize_on_alignment=["programs"])
 def _step(
-    owner, table, overrides, programs, count, aside, codes, corrections, old_scales, new_scales, amax,
+    owner, table, overrides, programs, count, staged, data, corrections, old_scales, new_scales, amax,
     grad, skip, factor, exp_avg, exp_avg_scale, exp_avg_exponent, exp_avg_sq, exp_avg_sq_scale, exp_avg_sq_exponent,
     beta1, beta2, eps, decay, step_size, root_factor, seed,
     KIND1: tl.constexpr, DTYPE1: tl.constexpr, MAX1: tl.constexpr, LOG2_MAX1: tl.constexpr, SMALLEST1: tl.constexpr, MANTISSA1: tl.constexpr,
@@ -70,8 +95,8 @@ def _step(
     if SKIP:
         if tl.load(skip) != 0:
             return
-    across_block, parts, many = tl.arange(0, 128), tl.arange(0, PART), tl.arange(0, 2 * PART)
-    aside += tl.program_id(0) * 128 * 128
+    across_block, parts = tl.arange(0, 128), tl.arange(0, PART)
+    staged += tl.program_id(0) * 128 * 128
     for index in range(tl.program_id(0), count, tl.num_programs(0)):
         program = tl.load(programs + index)
         weight = tl.load(owner + program).to(tl.int64)
@@ -85,7 +110,7 @@ def _step(
         begin = tl.multiple_of(tile_row * 128 * columns + tile % across * 128, 128)
         start, stop = tl.load(fields + 2) - begin, tl.load(fields + 3) - begin
         flat = tl.multiple_of(tl.load(fields + 7) - start, 128)
-        its_codes = codes + tl.multiple_of(tl.load(fields + 8) - start, 16)
+        its_data = data + tl.multiple_of(tl.load(fields + 8) - start, 16)
         its_corrections = corrections + tl.multiple_of(tl.load(fields + 9) - start, 16)
         old_scale = tl.load(old_scales + block)
         scale = old_scale
@@ -106,7 +131,7 @@ def _step(
             m = decode_tile(load(exp_avg + flat + place, valid, EVEN, ONCE), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
             v = decode_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
             m, v = new_moments(g, m, v, beta1, beta2)
-            w = decode_master(load(its_codes + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
+            w = decode_master(load(its_data + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
             if overrides is not None:
                 address = tl.load(overrides + weight)
                 of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
@@ -117,18 +142,14 @@ def _step(
             if WHAT != FINISH:
                 bits = tl.maximum(bits, amax_bits(w, 1))
             if WHAT == UPDATE:
-                tl.store(aside + (part + parts)[:, None] * 128 + across_block[None, :], w, eviction_policy="evict_last")
+                tl.store(staged + (part + parts)[:, None] * 128 + across_block[None, :], w, eviction_policy="evict_last")
             if WHAT == FINISH:
-                _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
+                _put_masters(its_data + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
             if WHAT != MEASURE:
                 noise1 = w
                 noise2 = w
                 if NOISE1 or NOISE2:
-                    at = flat + of_row  # 128 elements of which no two are on two sides of a multiple of 2^32
-                    key = seed.to(tl.uint32) + (at >> 32).to(tl.uint32) * BEYOND
-                    word = random_word(at.to(tl.uint32)[:, None] + across_block.to(tl.uint32)[None, :], key[:, None])
-                    noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
-                    noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
+                    noise1, noise2 = _noise(flat + of_row, across_block, seed)
                 encode_store(
                     m, exp_avg + flat, exp_avg_scale, exp_avg_exponent, place, groups, inside, valid, noise1, amax,
                     KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
@@ -145,26 +166,19 @@ def _step(
             tl.store(amax + block, largest)
         if WHAT == UPDATE:
             scale, reciprocal = kept_scale(largest, LARGEST, SMALLEST, POW2)
-            tl.debug_barrier()  # whoever put a master aside
-            for part in range(0, 128, 2 * PART):
-                of_row = tl.multiple_of((part + many) * columns, [128])
-                valid = ((of_row >= start) & (of_row < stop))[:, None] & (across_block >= 0)[None, :]
-                place = of_row[:, None] + across_block[None, :]
-                w = tl.load(aside + (part + many)[:, None] * 128 + across_block[None, :], eviction_policy="evict_last")
-                _put_masters(its_codes + place, its_corrections + place, w, scale, reciprocal, valid, POW2, EVEN)
-            tl.debug_barrier()  # before the next block's lie there
+            _put_staged(staged, its_data, its_corrections, start, stop, columns, scale, reciprocal, POW2, PART, EVEN)
 
 
 class TileStep:
     """The step of one sub-group: one launch, and two more for blocks on several ranks."""
 
     def __init__(self, members: Sequence[tuple[FP8Param, int]]):
-        self.whole = len({str(weight.spec) for weight, _ in members}) == 1 and all(
+        # True if all rows and shards are multiples of 128, and all weights are cast alike.
+        self.in_tiles = len({str(weight.spec) for weight, _ in members}) == 1 and all(
             number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
         )
-        """True if all rows and shards are multiples of 128, and all weights are cast alike."""
+        # Whether all blocks of one rank alone are whole.
         self._even = all(weight.shard.shape[0] % BLOCK == 0 for weight, _ in members)
-        """Whether all blocks of one rank alone are whole."""
         self._members = members = [(weight, start) for weight, start in members if weight.shard.valid]
         tiles = [tiles_of(weight) for weight, _ in members]
         first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
@@ -182,7 +196,7 @@ class TileStep:
     def takes(self, exp_avg: torch.Tensor | Moment, exp_avg_sq: torch.Tensor | Moment) -> bool:
         """Return whether the kernel can step these weights and moments; the same on all ranks."""
         moments = [moment for moment in (exp_avg, exp_avg_sq) if isinstance(moment, Moment)]
-        return self.whole and all(m.layout.granularity == "1x128" and m.codec.emulated is None for m in moments)
+        return self.in_tiles and all(m.layout.granularity == "1x128" and m.codec.emulated is None for m in moments)
 
     def __call__(
         self,
@@ -198,22 +212,10 @@ class TileStep:
         seed: int | None = None,
         stochastic: Collection[str] = MOMENTS,
     ) -> Callable[[torch.Tensor, object], None]:
-        """Take the step of blocks that no other rank has a part of, and write the amax of all.
+        """Take the step of blocks that no other rank has a part of, and raise `amax`, FP32 zeros, of all.
 
-        Args:
-            scales: Of the codes, FP32, all weights'.
-            amax: FP32, all weights', zeros.
-            gradient: Flat, of the sub-group.
-            exp_avg: Likewise.
-            exp_avg_sq: Likewise.
-            step: The step's numbers.
-            skip: As for adamw_step_reference; likewise the others.
-            factor: See there.
-            seed: See there.
-            stochastic: See there.
-
-        Returns:
-            What takes the step of the other blocks, by the new scales of all weights.
+        Of a sub-group's flat gradient and moments, as adamw_step_reference; `scales` and `amax` are all weights'.
+        Returns what takes the step of the other blocks, by the new scales.
         """
         device, members = gradient.device, self._members
         if not members:
@@ -227,12 +229,12 @@ class TileStep:
         addresses = None
         if any(one is not None for one in overrides):  # seldom: users have written to masters or weights
             addresses = torch.tensor([0 if one is None else one.data_ptr() for one in overrides], device=device)
-        weight, whole = members[0][0], (slice(0, gradient.numel()), slice(None))
+        weight, everything = members[0][0], (slice(0, gradient.numel()), slice(None))
         # The buffers of all weights, from their beginnings: places in them are in the table.
-        codes, corrections = (one.as_strided((1,), (1,), 0) for one in (weight.data, weight.correction))
+        data, corrections = (one.as_strided((1,), (1,), 0) for one in (weight.data, weight.correction))
         arguments = (
-            amax.view(torch.int32), gradient, skip, factor, *state_arguments(exp_avg, *whole),
-            *state_arguments(exp_avg_sq, *whole), step.beta1, step.beta2, step.eps, step.decay, step.step_size,
+            amax.view(torch.int32), gradient, skip, factor, *state_arguments(exp_avg, *everything),
+            *state_arguments(exp_avg_sq, *everything), step.beta1, step.beta2, step.eps, step.decay, step.step_size,
             step.root_factor, seed or 0,
         )  # fmt: skip
         options = common_arguments(exp_avg, exp_avg_sq, gradient, skip, seed, stochastic)
@@ -241,9 +243,9 @@ class TileStep:
         def launch(what: tl.constexpr, programs: torch.Tensor, new_scales: torch.Tensor) -> None:
             if len(programs):
                 at_once = min(len(programs), PROGRAMS * multiprocessors(device))
-                aside = torch.empty(at_once if what is UPDATE else 0, BLOCK, BLOCK, device=device)
+                staged = torch.empty(at_once if what is UPDATE else 0, BLOCK, BLOCK, device=device)
                 _step[(at_once,)](
-                    *self._tables, addresses, programs, len(programs), aside, codes, corrections, scales, new_scales, *arguments, WHAT=what,
+                    *self._tables, addresses, programs, len(programs), staged, data, corrections, scales, new_scales, *arguments, WHAT=what,
                     EVEN=self._even and what is UPDATE, PART=PART, num_warps=WARPS, maxnreg=80, **options
                 )
 

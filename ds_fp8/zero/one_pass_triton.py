@@ -1,8 +1,8 @@
 """AdamW's step of FP32 masters and moments, and the cast of what it wrote, in one pass: 29 bytes an element, not 33 (FP32 gradients).
 
 A program has a block of 128 x 128 of a weight. It updates PART rows after another and keeps their new masters in its
-registers; then it has the amax of the block, and from that scale and codes. Of blocks that lie on two ranks it finds the
-amax of its part, and the cast that follows writes their codes (masters.py). What lies between weights in a sub-group
+registers; then it has the amax of the block, and from that scale and data. Of blocks that lie on two ranks it finds the
+amax of its part, and the cast that follows writes their data (masters.py). What lies between weights in a sub-group
 (vectors, embeddings) is updated in the same launch, as blocks of rows of 128 elements that nobody casts.
 
 The bits are those of adamw_step (optim/adamw_step_triton.py) and of the casts of cast_triton.py, one after the other.
@@ -26,13 +26,13 @@ from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.param import FP8Param
 
 ONCE = tl.constexpr("evict_first")
+# Rows that a program updates at once, and its warps: 118 registers a thread, and one program a multiprocessor.
 PART, WARPS = 32, 16
-"""Rows that a program updates at once, and its warps: 118 registers a thread, and one program a multiprocessor."""
 
 
 @triton.jit
 def _step_and_cast(
-    owner, table, programs, masters, codes, amax, grad, exp_avg, exp_avg_sq, skip, factor,
+    owner, table, programs, masters, data, amax, grad, exp_avg, exp_avg_sq, skip, factor,
     beta1, beta2, eps, decay, step_size, root_factor,
     SKIP: tl.constexpr, FAST: tl.constexpr, EVEN: tl.constexpr, PART: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
@@ -47,7 +47,7 @@ def _step_and_cast(
     tile, across = program - tl.load(fields).to(tl.int32), columns // 128
     tile_row, column = tl.load(fields + 4) + tile // across, tile % across * 128
     # Places in flat tensors pass 2^31, those in a block do not. Rows have multiples of 128 elements; all else is a
-    # multiple of 4, or of 16 where codes lie.
+    # multiple of 4, or of 16 where data lie.
     begin = tile_row * 128 * columns + column
     start, stop = tl.multiple_of(tl.load(fields + 2) - begin, 4), tl.multiple_of(tl.load(fields + 3) - begin, 4)
     flat = tl.multiple_of(tl.load(fields + 7) - start, 4)
@@ -80,7 +80,7 @@ def _step_and_cast(
         if casts != 0:
             _, reciprocal = scale_of(largest, LARGEST, SMALLEST, POW2)
             pitch = tl.load(fields + 9)
-            to = codes + tl.multiple_of(tl.load(fields + 8) + tile_row * 128 * pitch + column, 16)
+            to = data + tl.multiple_of(tl.load(fields + 8) + tile_row * 128 * pitch + column, 16)
             for part in tl.static_range(128 // PART):
                 of_block = ((part * PART + rows) * columns)[:, None] + across_block[None, :]
                 valid = (of_block >= start) & (of_block < stop)
@@ -92,23 +92,20 @@ def _step_and_cast(
 class StepAndCast:
     """The step of one sub-group, and the casts of its weights: one launch, and one more for blocks that are not whole."""
 
-    def __init__(self, members: Sequence[tuple[FP8Param, int]], numel: int, codes: torch.Tensor):
+    def __init__(self, members: Sequence[tuple[FP8Param, int]], numel: int, data: torch.Tensor):
         """Prepare the step of a sub-group of `numel` elements; `can_take` must have returned True for it.
 
-        Args:
-            members: Its weights, each with its first element in the sub-group.
-            numel: Elements of the sub-group.
-            codes: The buffer of all codes, or a view.
+        `members` are its weights, each with its first element in the sub-group; `data` the buffer of all, or a view.
         """
-        codes, spec = codes.as_strided((1,), (1,), 0), members[0][0].spec  # from its beginning, for places in the table
+        data, spec = data.as_strided((1,), (1,), 0), members[0][0].spec  # from its beginning, for places in the table
         members = sorted(((w, start) for w, start in members if w.shard.valid), key=lambda member: member[1])
-        first, end, rows, casts, whole = 0, 0, [], [], []
+        first, end, rows, casts, even_tiles = 0, 0, [], [], []
         for weight, start in (*members, (None, numel)):
             if start > end:  # elements of no weight
                 tiles = -(-(start - end) // BLOCK**2)
                 rows.append((first, BLOCK, 0, start - end, 0, 0, 0, end, 0, 0))
                 casts.append(torch.zeros(tiles, dtype=torch.bool))
-                whole.append((torch.arange(tiles) + 1) * BLOCK**2 <= start - end)
+                even_tiles.append((torch.arange(tiles) + 1) * BLOCK**2 <= start - end)
                 first += tiles
             if weight is None:
                 break
@@ -120,15 +117,15 @@ class StepAndCast:
             alone = alone_in(weight, tile_row, down, across)
             casts.append(alone)
             last_rows = torch.arange(tile_row + 1, tile_row + down + 1) * BLOCK
-            whole.append(alone & (last_rows <= shard.shape[0]).repeat_interleave(across))
+            even_tiles.append(alone & (last_rows <= shard.shape[0]).repeat_interleave(across))
             first += down * across
             end = start + shard.numel
         firsts = torch.tensor([row[0] for row in rows] + [first])
         owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), firsts.diff())
-        programs, evenly = 2 * torch.arange(first, dtype=torch.int32) + torch.cat(casts).int(), torch.cat(whole)
-        self._tables = owner.to(codes.device), torch.tensor(rows, dtype=torch.int64, device=codes.device)
-        self._programs = [(even, programs[evenly == even].to(codes.device)) for even in (True, False)]
-        self._codes, self._options = codes, format_arguments(spec.format, spec.scale)
+        programs, evenly = 2 * torch.arange(first, dtype=torch.int32) + torch.cat(casts).int(), torch.cat(even_tiles)
+        self._tables = owner.to(data.device), torch.tensor(rows, dtype=torch.int64, device=data.device)
+        self._programs = [(even, programs[evenly == even].to(data.device)) for even in (True, False)]
+        self._data, self._options = data, format_arguments(spec.format, spec.scale)
 
     def __call__(
         self,
@@ -142,23 +139,16 @@ class StepAndCast:
         skip: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
     ) -> None:
-        """Take the step, write the amax of all blocks, and the codes of those that no other rank has a part of.
+        """Take the step, as adamw_step_reference, of a sub-group's flat tensors; write amax and data.
 
-        Args:
-            masters: FP32, flat, of the sub-group; likewise the moments.
-            amax: FP32, all weights', zeros.
-            gradient: Flat, of the sub-group.
-            exp_avg: See `masters`.
-            exp_avg_sq: See there.
-            step: The step's numbers.
-            skip: As for adamw_step_reference.
-            factor: See there.
+        `amax`, FP32 zeros of all weights, gets that of every block; the data of blocks that other ranks have a part of
+        are left to the cast.
         """
         numbers = step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor
         for even, programs in self._programs:
             if len(programs):
                 _step_and_cast[(len(programs),)](
-                    *self._tables, programs, masters, self._codes, amax.view(torch.int32), gradient, exp_avg, exp_avg_sq,
+                    *self._tables, programs, masters, self._data, amax.view(torch.int32), gradient, exp_avg, exp_avg_sq,
                     skip, factor, *numbers, SKIP=skip is not None, FAST=gradient.is_cuda, EVEN=even, PART=PART,
                     num_warps=WARPS, **self._options,
                 )  # fmt: skip
@@ -169,7 +159,7 @@ def can_take(members: Sequence[tuple[FP8Param, int]], numel: int) -> bool:
     specs = {str(weight.spec): weight.spec for weight, _ in members}
     blocks = all(spec.granularity == "128x128" and not spec.by_torch for spec in specs.values())
     rows = all(weight.shard.shape[1] % BLOCK == 0 for weight, _ in members)
-    codes = (n for w, _ in members for n in (w.shard.start, w.shard.numel, w.start, w.pitch))
+    data = (n for w, _ in members for n in (w.shard.start, w.shard.numel, w.start, w.pitch))
     places = (numel, *(start for _, start in members))
-    evenly = all(n % 16 == 0 for n in codes) and all(n % 4 == 0 for n in places)
+    evenly = all(n % 16 == 0 for n in data) and all(n % 4 == 0 for n in places)
     return len(specs) == 1 and blocks and rows and evenly

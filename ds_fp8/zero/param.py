@@ -2,7 +2,7 @@
 
 A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is laid over the whole rows it touches,
 down to a multiple of its blocks' rows, with zeros elsewhere: then the reference cast's own group arithmetic applies.
-Its data are as flat, or whole rows of fprop's operand, with room for an outlier block (casts/outliers.py) behind each.
+Its data are as flat, or rows of fprop's weight, with room for an outlier block (casts/outliers.py) behind each.
 
     SHARDED --unshard, finish_unshard--> UNSHARDED      --reshard--> SHARDED
     SHARDED --unshard_bf16-------------> UNSHARDED_BF16 --reshard--> SHARDED
@@ -46,9 +46,9 @@ from ds_fp8.zero.deepspeed.parameters import (
     reshard,
 )
 
+# Floats that the rows of 128x128 scales are padded to a multiple of: block-scaled products read them 16 bytes at a
+# time. The scales of every weight or fused product begin at a multiple of it too.
 SCALE_ALIGNMENT = 4
-"""Floats that the rows of 128x128 scales are padded to a multiple of: block-scaled products read them 16 bytes at a
-time. The scales of every weight or fused product begin at a multiple of it too."""
 
 
 class ShardLayout:
@@ -98,7 +98,7 @@ class ShardLayout:
 
     @property
     def unsharded_numel(self) -> int:
-        """Return the bytes of the whole weight's data, without padding."""
+        """Return the bytes of the unsharded weight's data, without padding."""
         return self.shard.shape[0] * self.pitch
 
     @property
@@ -116,7 +116,7 @@ class ShardLayout:
         return cover.view(shape)
 
     def covered(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return the part of the scales of the whole weight that belongs to the cover."""
+        """Return the part of the unsharded weight's scales that belongs to the cover."""
         if self.spec.granularity == "tensor":
             return scales
         return scales[self.first_row // self.unit : math.ceil((self.first_row + self.num_rows) / self.unit)]
@@ -131,12 +131,12 @@ class State(Enum):
     """What modules and users find in the Parameter."""
 
     SHARDED = "sharded"
-    UNSHARDED = "unsharded in FP8"  # the operand of products in an attribute; its data is a placeholder of NaN
-    UNSHARDED_BF16 = "unsharded in BF16"  # the numbers in its data, gathered by DeepSpeed, on their way or there
+    UNSHARDED = "unsharded in FP8"  # the quantized weight in an attribute; its data is a placeholder of NaN
+    UNSHARDED_BF16 = "unsharded in BF16"  # the numbers in its data, all-gathered by DeepSpeed, on their way or there
 
 
 class FP8Param(ShardLayout):
-    """One weight that is gathered in FP8."""
+    """One weight that is unsharded in FP8."""
 
     def __init__(
         self, parameter: nn.Parameter, shard: Shard, spec: CastSpec, outliers: OutlierChannels | None = None
@@ -149,8 +149,8 @@ class FP8Param(ShardLayout):
         self.placeholder = placeholder(full_shape(parameter), parameter.dtype, parameter.device)
         self.data = torch.empty(0, dtype=torch.uint8)  # the quantized shard, a slice of the buffer of all shards
         self.scale_start = 0  # first of the weight's scales in the buffer of those that are quantized with it
-        self.scale = torch.empty(0)  # FP32, of the whole weight, a view of that buffer
-        self.unsharded_data: torch.Tensor | None = None  # all ranks' data, kept: no gather sends anything
+        self.scale = torch.empty(0)  # FP32, of the unsharded weight, a view of that buffer
+        self.kept_data: torch.Tensor | None = None  # all ranks' data, kept: no gather sends anything
         self.correction: torch.Tensor | None = None  # int16: masters are data and corrections, DeepSpeed has none
         # FP32 master shard that overrides data and corrections; dropped at the next requantize or step.
         self.master_override: torch.Tensor | None = None
@@ -173,15 +173,15 @@ class FP8Param(ShardLayout):
 
     @property
     def state(self) -> State:
-        if self.operand is not None:
+        if self.unsharded is not None:
             return State.UNSHARDED
         return State.UNSHARDED_BF16 if is_gathered(self.parameter) else State.SHARDED
 
     # ---------------------------------------------------------------- unshard and reshard
 
     @property
-    def operand(self) -> QuantizedTensor | None:
-        """Return what products read while the weight is unsharded in FP8."""
+    def unsharded(self) -> QuantizedTensor | None:
+        """Return the quantized weight that products read while it is unsharded in FP8."""
         return getattr(self.parameter, GATHERED, None)
 
     def unshard(self) -> None:
@@ -198,7 +198,7 @@ class FP8Param(ShardLayout):
 
     def unshard_bf16(self) -> None:
         """Prepare for a gather by DeepSpeed: its readers, such as GatheredParameters, want numbers."""
-        if self.operand is not None:
+        if self.unsharded is not None:
             if in_use(self.parameter) and self.in_fp8:
                 raise RuntimeError(
                     "a weight gathered in FP8 was asked for in BF16 while its layer is computing; "
@@ -207,43 +207,38 @@ class FP8Param(ShardLayout):
             reshard(self.parameter)  # which comes back to the method of this name
         self.make_bf16()
 
-    def part_from_shard(self) -> None:
-        """Copy what was gathered in BF16 and is the shard itself (one rank): writes are found by comparing the two."""
-        if self.in_fp8 and self.has_bf16 and self.parameter.data_ptr() == bf16_shard(self.parameter).data_ptr():
-            self.parameter.data = self.parameter.data.clone()
-
     def reshard(self) -> None:
-        """Drop the operand, before DeepSpeed frees the parameter's data."""
-        if self.operand is not None:
-            if not self.operand_in_place:
+        """Drop the quantized weight, before DeepSpeed frees the parameter's data."""
+        if self.unsharded is not None:
+            if not self.unsharded_in_place:
                 # Allocated on the stream of gathers, read by products on this one.
-                streams.used_by_current_stream(self.operand.data)
+                streams.used_by_current_stream(self.unsharded.data)
             self.forget()
 
     def forget(self) -> None:
-        """Drop the operand that nobody has read: of a capture that failed, whose marks are put back by others."""
+        """Drop a quantized weight that nobody has read, after a failed capture; others put its marks back."""
         setattr(self.parameter, GATHERED, None)
 
     @property
-    def operand_in_place(self) -> bool:
-        """Return whether requantize writes to the operand: to the shard itself (one rank), or to what is kept."""
-        whole, places = self.operand, [self.data] if self.unsharded_data is None else [self.data, self.unsharded_data]
+    def unsharded_in_place(self) -> bool:
+        """Return whether requantize writes to the unsharded weight: to the shard (one rank) or to kept data."""
+        places = [self.data] if self.kept_data is None else [self.data, self.kept_data]
         mine = {place.untyped_storage().data_ptr() for place in places}
-        return whole is not None and whole.data.untyped_storage().data_ptr() in mine
+        return self.unsharded is not None and self.unsharded.data.untyped_storage().data_ptr() in mine
 
     @property
-    def operand_data(self) -> torch.Tensor:
-        """Return the flat data of the operand, room included: uint8 [unsharded_numel]."""
-        return self.operand.data.view(torch.uint8).as_strided((self.unsharded_numel,), (1,))
+    def unsharded_flat(self) -> torch.Tensor:
+        """Return the flat data of the unsharded weight, room included: uint8 [unsharded_numel]."""
+        return self.unsharded.data.view(torch.uint8).as_strided((self.unsharded_numel,), (1,))
 
-    def copy_operand(self) -> None:
-        """Copy an operand out of the shard, before requantize writes there: its scales belong to the data of now."""
-        data = self.operand_data.clone().view(-1, self.pitch)[:, : self.shard.shape[1]]
-        setattr(self.parameter, GATHERED, replace(self.operand, data=data.view(self.operand.data.dtype)))
+    def copy_unsharded(self) -> None:
+        """Copy the unsharded weight, before requantize writes there: its scales belong to the data of now."""
+        data = self.unsharded_flat.clone().view(-1, self.pitch)[:, : self.shard.shape[1]]
+        setattr(self.parameter, GATHERED, replace(self.unsharded, data=data.view(self.unsharded.data.dtype)))
 
     def leave_fp8(self) -> None:
-        """Let DeepSpeed gather this weight from now on; what is gathered in FP8 stays so until resharded."""
-        self.in_fp8, self.unsharded_data = False, None
+        """Let DeepSpeed all-gather this weight from now on; unsharded in FP8 it stays so until it is resharded."""
+        self.in_fp8, self.kept_data = False, None
 
     # ---------------------------------------------------------------- stale or fresh
 
@@ -269,11 +264,6 @@ class FP8Param(ShardLayout):
     def on_host(self) -> bool:
         """Return whether what it is quantized from lies on the host: the BF16 shard of a frozen weight."""
         return not self.has_bf16 and not is_trained(self.parameter)
-
-    def keep_bf16(self) -> None:
-        """Keep the BF16 shard from now on; what a user wrote there stays."""
-        self.make_bf16()
-        self.frees_bf16 = False
 
     def make_bf16(self) -> None:
         """Make a BF16 shard on the device, if there is none: rounded from the masters, or copied from the host."""
@@ -349,8 +339,8 @@ class FP8Param(ShardLayout):
         return buffer.as_strided((rows, self.pitch // BLOCK - used), self.scale_strides, self.scale_start + used)
 
 
+# Weights of one fused product, whose scales lie side by side, and so do their unsharded data; or one weight alone.
 Stack = list[FP8Param]
-"""Weights of one fused product, whose scales lie side by side, and so do their unsharded data; or one weight alone."""
 
 
 def stacks_of(weights: Iterable[FP8Param]) -> list[Stack]:
@@ -373,8 +363,7 @@ def in_runs(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     return list(runs.values())
 
 
-Numbers = Callable[[FP8Param], torch.Tensor]
-"""Returns what a weight is quantized from, as FP8Param.numbers."""
+Numbers = Callable[[FP8Param], torch.Tensor]  # returns what a weight is quantized from, as FP8Param.numbers
 
 
 def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

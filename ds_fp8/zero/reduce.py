@@ -30,21 +30,19 @@ from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.collectives import GRADIENT, WireMeter
 from ds_fp8.zero.deepspeed.parameters import shard_group
-from ds_fp8.zero.gradients import GradientShards, has_kernel, sum_rows
+from ds_fp8.zero.gradients import GradientShards, Message, Recent, Slices, has_kernel, sum_rows
 from ds_fp8.zero.hosts import Nodes
-from ds_fp8.zero.messages import Message, Recent, Slices
 
-SMALLEST = 4096
-"""Gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter."""
+SMALLEST = 4096  # gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter
 
+# The width of a place is a multiple of this: with the 4 scales of 4 bytes every row of a message begins at a multiple
+# of 16 bytes, for wide loads of both.
 ROW_ALIGNMENT = 4 * BLOCK
-"""Codes of a place are a multiple of this: with their 4 scales of 4 bytes every row of a message begins at a multiple
-of 16 bytes, for wide loads of both."""
 
 SATURATION_LIMIT = 1e-5
 GROWTH = 2.0 ** (1 / 1000)
+# Lower bound of amax, by which a division does not overflow; smaller gradients share its scale.
 _SMALLEST_AMAX = 2.0**-100
-"""Lower bound of amax, by which a division does not overflow; smaller gradients share its scale."""
 
 
 def is_reduced_in_fp8(shape: torch.Size) -> bool:
@@ -61,16 +59,10 @@ def pack(
     scale: torch.Tensor | None = None,
     clipped: torch.Tensor | None = None,
 ) -> None:
-    """Cast a gradient into its slices of a message, uint8 [rows, row bytes]; zeros behind the ends of slices.
+    """Quantize a gradient, FP32 or BF16 of any shape, into its slices of a message; zeros behind the ends of slices.
 
-    Args:
-        gradient: FP32 or BF16, of any shape.
-        message: Written in place.
-        shape: Shape of the message.
-        slices: Where the gradient lies in it.
-        format: Format of the codes.
-        scale: FP32 [], one scale for the whole gradient, with saturation; None gives every group of 128 its own.
-        clipped: int32 [], where the elements that saturated in units of `scale` are counted, NaN left out.
+    With `scale`, FP32 [], the whole gradient has one and saturates, and `clipped`, int32 [], counts the elements that
+    do, NaN left out; without it every group of 128 has its own.
     """
     if has_kernel(gradient, format):
         from ds_fp8.zero import reduce_triton
@@ -104,18 +96,18 @@ def pack_reference(
         clipped.add_((in_units.abs() > target.max).sum())
     in_units = in_units.clamp(-target.max, target.max)
     if target.codec is not None:
-        codes = target.codec.encode(in_units, None)
+        data = target.codec.encode(in_units, None)
     else:
-        codes = in_units.to(target.dtype).view(torch.uint8)
+        data = in_units.to(target.dtype).view(torch.uint8)
     groups = slice(slices.column // BLOCK, (slices.column + slices.padded) // BLOCK)
     columns = slice(slices.column, slices.column + slices.padded)
-    codes_of, scales_of = shape.parts(message)
+    all_data, all_scales = shape.parts(message)
     by_place = (shape.places, shape.rows, -1)
-    codes_of[:, :, columns] = codes.view(by_place).transpose(0, 1)
-    scales_of[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
+    all_data[:, :, columns] = data.view(by_place).transpose(0, 1)
+    all_scales[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
 
 
-class Reduction:
+class ReduceScatter:
     """Reduces gradients: those that are large enough to be worth a cast in FP8, the others as DeepSpeed does."""
 
     def __init__(
@@ -126,18 +118,17 @@ class Reduction:
         nodes: Nodes | None = None,
         observe: Callable[[torch.Tensor, str, torch.Tensor | None], None] | None = None,
     ):
-        """Make a reduction with these settings.
+        """Make a reduction of the section "grad_reduce", of an FP8 format; without a section nothing is quantized.
 
         Args:
             wire: Counts the bytes that this rank sends.
             shards: What the means are added to; None where DeepSpeed adds the slices that are returned.
-            config: The section "grad_reduce", of an FP8 format; None casts nothing.
+            config: The section.
             nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
-            observe: Is shown every gradient that is cast, its name, and its scale or None where every 128 elements have
-                their own.
+            observe: Gets every gradient that is quantized, its name, and its scale (None: one every 128 elements).
         """
         self._wire, self._shards, self._config, self._nodes, self._observe = wire, shards, config, nodes, observe
-        self._left_out = frozenset[str]()
+        self._in_bf16 = frozenset[str]()
         self._automatic_scale: AutomaticScale | None = None
         if config is not None and config.scale == "tensor":
             self._automatic_scale = AutomaticScale(config.format)
@@ -152,15 +143,11 @@ class Reduction:
     ) -> list[torch.Tensor]:
         """Reduce the full gradients of parameters of one process group. Collective.
 
-        Args:
-            named: Parameters by their names, the same on every rank.
-            dtype: What DeepSpeed sends gradients in.
-            accumulate: Add the means to those of earlier micro-batches.
-            average: DeepSpeed's reduction of some of them: from their gradients to this rank's slices of the means.
-
-        Returns:
-            This rank's slice of every mean, of ceil(numel / ranks) elements without padding; none where they are added
-            to the shards.
+        `named` has the same names on every rank; what is not in FP8 travels in `dtype`, by DeepSpeed's `average`, which
+        takes parameters and returns this rank's slices of the means. `accumulate`: add to those of earlier
+        micro-batches.
+        Returns this rank's slice of every mean, of ceil(numel / ranks) elements without padding; none where they are
+        added to the shards.
         """
         group = shard_group(next(iter(named.values())))
         cast = [name for name, parameter in named.items() if self.casts(parameter.grad.shape, name)]
@@ -182,7 +169,7 @@ class Reduction:
 
     def leave_fp8(self, names: Iterable[str]) -> None:
         """Reduce the gradients of these parameters as DeepSpeed does from now on, on all ranks alike."""
-        self._left_out |= frozenset(names)
+        self._in_bf16 |= frozenset(names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that later reductions depend on. Collective."""
@@ -197,7 +184,7 @@ class Reduction:
 
     def casts(self, shape: torch.Size, name: str) -> bool:
         """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
-        return self._config is not None and is_reduced_in_fp8(shape) and name not in self._left_out
+        return self._config is not None and is_reduced_in_fp8(shape) and name not in self._in_bf16
 
     def _reduce_in_fp8(
         self, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
@@ -277,7 +264,7 @@ class AutomaticScale:
     """One scale per gradient that all ranks agree on, adapted over time (FP8-LM, arXiv 2310.18313, section 2.1).
 
         amax   = max over all ranks of |g|
-        scale  = 1 / (mu * 2^floor(log2(largest / amax)))        codes are cast(g / scale), saturated
+        scale  = 1 / (mu * 2^floor(log2(largest / amax)))        data are cast(g / scale), saturated
 
     mu starts at 1. It halves after a reduction in which more than 0.001% of the tensor's elements saturated on any
     rank, and otherwise grows so as to double in 1000 reductions (one a micro-batch): the small elements of a gradient

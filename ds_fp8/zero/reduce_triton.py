@@ -21,27 +21,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, amax_bits, scale_of, to_fp8
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.zero.messages import SPAN, Message, Recent, Slices, Target, span_count
+from ds_fp8.zero.gradients import SPAN, Message, Recent, Slices, Target, span_count
 
-GROUPS = 32
-"""Groups of 128 that one program of _pack and _sum_rows takes."""
-WARPS = 8
-"""Warps of a program: 16 elements a thread, whose codes of one row are one access."""
-UNROLL = 8
-"""Rows whose loads are written out one after the other, and in flight together."""
-ALIGNMENT = 16
-"""Elements that all places must be a multiple of for accesses of 16 bytes."""
+GROUPS = 32  # groups of 128 that one program of _pack and _sum_rows takes
+WARPS = 8  # warps of a program: 16 elements a thread, whose data of one row are one access
+UNROLL = 8  # rows whose loads are written out one after the other, and in flight together
+ALIGNMENT = 16  # elements that all places must be a multiple of for accesses of 16 bytes
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _pack(
-    gradient, tensor_scale, clipped, message, numel, length, padded, column, width, codes_in_row, row_bytes, rows,
+    gradient, tensor_scale, clipped, message, numel, length, padded, column, width, row_numel, row_bytes, rows,
     TENSOR: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
 ):
     #     x     = gradient[rank's slice]
     #     scale = 2^ceil(log2(amax / largest)) a group        or one a tensor, found from earlier steps
     #     code  = round(x / scale)
-    #     message[row of rank] = codes | scales               one row a rank: what an all-to-all sends
+    #     message[row of rank] = data | scales               one row a rank: what an all-to-all sends
     rank = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     within = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -62,18 +58,18 @@ def _pack(
     else:
         scale, reciprocal = scale_of(amax_bits(x, 1), LARGEST, SMALLEST, True)
         in_units = x * reciprocal[:, None]
-    codes = to_fp8(in_units, 1.0, DTYPE)
+    data = to_fp8(in_units, 1.0, DTYPE)
 
     first = (rank // rows).to(tl.int64) * width + column
     row = message + (rank % rows).to(tl.int64) * row_bytes
-    tl.store(row + first + within, codes.to(tl.uint8, bitcast=True), mask=within < padded)
-    # Scales behind all codes of the row: both are read in runs as long as the row is.
-    scales = (row + codes_in_row).to(tl.pointer_type(tl.float32))
+    tl.store(row + first + within, data.to(tl.uint8, bitcast=True), mask=within < padded)
+    # Scales behind all data of the row: both are read in runs as long as the row is.
+    scales = (row + row_numel).to(tl.pointer_type(tl.float32))
     tl.store(scales + first // 128 + group, scale, mask=group * 128 < padded)
 
 
 @triton.jit(do_not_specialize=["rows", "divisor"])
-def _sum_rows(message, total, codes_in_row, row_bytes, rows, divisor, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
+def _sum_rows(message, total, row_numel, row_bytes, rows, divisor, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     place = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     #     sums = 0;  for each rank, in order:  sums += code * scale        FP32
@@ -83,27 +79,27 @@ def _sum_rows(message, total, codes_in_row, row_bytes, rows, divisor, GROUPS: tl
     done = 0
     while done < rows:
         row = message + done * row_bytes.to(tl.int64)
-        codes = tl.load(row + place, mask=place < codes_in_row, other=0).to(DTYPE, bitcast=True)
-        scales = (row + codes_in_row).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scales + group, mask=group * 128 < codes_in_row, other=0.0)
-        sums += codes.to(tl.float32) * scale[:, None]
+        data = tl.load(row + place, mask=place < row_numel, other=0).to(DTYPE, bitcast=True)
+        scales = (row + row_numel).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + group, mask=group * 128 < row_numel, other=0.0)
+        sums += data.to(tl.float32) * scale[:, None]
         done += 1
     sums = tl.div_rn(sums, tl.zeros_like(sums) + divisor.to(tl.float32))
-    tl.store(total + place, sums, mask=place < codes_in_row)
+    tl.store(total + place, sums, mask=place < row_numel)
 
 
 @triton.jit
-def _row(row, column, within, inside, group, needed, codes_in_row, DTYPE: tl.constexpr):
+def _row(row, column, within, inside, group, needed, row_numel, DTYPE: tl.constexpr):
     """Return the numbers of one row of a message."""
-    codes = tl.load(row + column + within, mask=inside, other=0).to(DTYPE, bitcast=True)
-    scales = (row + codes_in_row).to(tl.pointer_type(tl.float32)) + column // 128
+    data = tl.load(row + column + within, mask=inside, other=0).to(DTYPE, bitcast=True)
+    scales = (row + row_numel).to(tl.pointer_type(tl.float32)) + column // 128
     scale = tl.load(scales + group, mask=needed, other=0.0)
-    return codes.to(tl.float32) * scale[:, None]
+    return data.to(tl.float32) * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["divisor"])
 def _add_rows(
-    message, owner, table, gradient, squares, codes_in_row, row_bytes, divisor,
+    message, owner, table, gradient, squares, row_numel, row_bytes, divisor,
     ROWS: tl.constexpr, LOOPED: tl.constexpr, UNROLL: tl.constexpr, EXACT: tl.constexpr, ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -127,10 +123,10 @@ def _add_rows(
     for done in range(0, LOOPED, UNROLL):
         for step in tl.static_range(UNROLL):
             row = message + row_bytes.to(tl.int64) * (done + step)
-            sums += _row(row, column, within, inside, group, needed, codes_in_row, DTYPE)
+            sums += _row(row, column, within, inside, group, needed, row_numel, DTYPE)
     for done in tl.static_range(LOOPED, ROWS):
         row = message + row_bytes.to(tl.int64) * done
-        sums += _row(row, column, within, inside, group, needed, codes_in_row, DTYPE)
+        sums += _row(row, column, within, inside, group, needed, row_numel, DTYPE)
     if EXACT:  # a power of two divides as its reciprocal multiplies
         sums *= 1.0 / divisor.to(tl.float32)
     else:
@@ -155,7 +151,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
     # The second axis is the rank: at most 65535 programs there, and the first axis takes a large gradient's groups.
     _pack[(triton.cdiv(slices.padded, GROUPS * BLOCK), world)](
         gradient.contiguous(), scale, clipped, message,
-        gradient.numel(), slices.length, slices.padded, slices.column, shape.width, shape.codes, shape.row_bytes,
+        gradient.numel(), slices.length, slices.padded, slices.column, shape.width, shape.row_numel, shape.row_bytes,
         shape.rows, TENSOR=scale is not None, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format],
         LARGEST=target.max, SMALLEST=SMALLEST_SCALE, num_warps=4,
     )
@@ -163,9 +159,9 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
 
 def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int) -> torch.Tensor:
     """Do sum_rows of gradients.py."""
-    total = torch.empty(shape.codes, device=message.device)
-    _sum_rows[(triton.cdiv(shape.codes, GROUPS * BLOCK),)](
-        message, total, shape.codes, shape.row_bytes, shape.rows, divisor, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format], num_warps=4
+    total = torch.empty(shape.row_numel, device=message.device)
+    _sum_rows[(triton.cdiv(shape.row_numel, GROUPS * BLOCK),)](
+        message, total, shape.row_numel, shape.row_bytes, shape.rows, divisor, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format], num_warps=4
     )
     return total
 
@@ -182,8 +178,8 @@ class _Tables(NamedTuple):
     table: torch.Tensor
     programs: int
     aligned: bool
+    # Host tensors that a graph copies again at every replay, if they were made while it was captured.
     on_host: tuple[torch.Tensor, ...]
-    """Host tensors that a graph copies again at every replay, if they were made while it was captured."""
 
 
 class _Cache:
@@ -191,8 +187,8 @@ class _Cache:
 
     def __init__(self):
         self._recent: Recent[tuple[Target, ...], _Tables] = Recent()
+        # Tables that CUDA graphs read, for as long as there are gradients.
         self._captured: dict[tuple[Target, ...], _Tables] = {}
-        """Tables that CUDA graphs read, for as long as there are gradients."""
         self._of_one_graph: list[_Tables] = []  # tables that are written by a graph itself, each for that graph alone
 
     def tables(self, targets: tuple[Target, ...], device: torch.device) -> _Tables:
@@ -212,8 +208,7 @@ class _Cache:
         return tables
 
 
-_caches = WeakTensorKeyDictionary()
-"""By the sums of squares, which an engine has one tensor of: its tables end with it."""
+_caches = WeakTensorKeyDictionary()  # by the sums of squares, which an engine has one tensor of: its tables end with it
 
 
 def _tables(targets: tuple[Target, ...], device: torch.device) -> _Tables:
@@ -252,7 +247,7 @@ def add_rows(
         cache = _caches[squares] = _Cache()
     tables = cache.tables(tuple(targets), message.device)
     _add_rows[(tables.programs,)](
-        message, tables.owner, tables.table, gradient, squares, shape.codes, shape.row_bytes, divisor,
+        message, tables.owner, tables.table, gradient, squares, shape.row_numel, shape.row_bytes, divisor,
         ROWS=shape.rows, LOOPED=looped_rows(shape.rows), UNROLL=UNROLL, EXACT=divisor & (divisor - 1) == 0, ACCUMULATE=accumulate, ALIGNED=tables.aligned and gradient.data_ptr() % ALIGNMENT == 0, GROUPS=SPAN // BLOCK,
         DTYPE=TRITON_DTYPES[format], num_warps=WARPS,
     )

@@ -9,7 +9,7 @@ Norm, factor and the decision to skip stay on the device: AdamW's kernel reads t
 when all of the step is enqueued, whether it was taken: schedulers and counters depend on it.
 
 The update writes FP8 data of the new masters, too: of masters that are data (coded_masters.py), and where a kernel can
-of FP32 ones (masters.py).
+of FP32 ones (masters.py). The group requantizes the rest.
 
 Values are those of DeepSpeed's step bit for bit, except that the norm is summed in another order.
 """
@@ -27,6 +27,7 @@ from ds_fp8.config.log import logger
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
+from ds_fp8.zero.deepspeed.parameters import PersistentGather
 from ds_fp8.zero.gradients import GradientShards
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.masters import Masters
@@ -60,10 +61,9 @@ class Step:
         self.gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
         self._zero.leave_gradients_in_place()
         self.end_backward: Callable[[], None] = self._zero.end_backward
-        self.gather_persistent: Callable[[], None] = self._zero.gather_persistent
+        self.gather_persistent = PersistentGather(engine)
+        self._launched: Launched | None = None  # the step that is under way
         self._skipped = 0
-        self.launched: Launched | None = None
-        """The step that is under way; the caller takes it away when all that follows a step is done."""
 
     def quantize(self, group: FP8ParamGroup) -> None:
         """Let the update write the data of weights that it can, and of BF16 shards only those that the group keeps."""
@@ -73,74 +73,73 @@ class Step:
         self._group, self._masters = group, [some for some in group.masters if some.steps]
 
     @torch.no_grad()
-    def __call__(self) -> bool:
-        """Take the optimizer step that DeepSpeed's step() would take; the host waits once, for whether it was.
+    def __call__(self) -> None:
+        """Take the optimizer step that DeepSpeed's step() would take, and requantize what it has changed."""
+        group = self._group
+        try:
+            if group is not None:
+                group.wait_for_requantize()  # it reads masters, on a stream of its own
+            norm = self._norm()
+            # [Note: one wait a step] The optimizer is launched before the host knows whether the step counts: its
+            # kernels read `skip` on the device and change nothing then. The host waits for the verdict only after,
+            # while the GPU computes.
+            skip = norm.isfinite().logical_not().to(torch.int32)
+            verdict = streams.Fetch(skip)
+            self._update(norm, skip)
+            # While the GPU is busy.
+            write_bf16 = self._zero.write_bf16 if group is None else group.prepare_bf16()
+            taken = not verdict.get()
+            if taken:
+                for some in self._masters:
+                    some.taken()
+                write_bf16()
+                self._zero.finish(norm / self._zero.loss_scale)
+            else:
+                self._skip(norm)
+            if group is not None:
+                # A skipped step has changed nothing: the shards of before are still right.
+                if taken:
+                    group.step_wrote()
+                group.requantize()
+            if taken:
+                self._zero.unshard_persistent()
+        except BaseException:
+            # The program may go on, behind the user's interrupt for one.
+            if group is not None and self._masters_may_be_new():
+                group.step_ended_midway()
+            raise
+        finally:
+            self._launched = None
 
-        Returns:
-            Whether the step was taken: masters are new, and parameters that stay whole are to be gathered.
-        """
-        zero = self._zero
-        zero.begin()
-        self.gradients.clear_missing(zero.frozen())
-        norm = self._norm()
-        # [Note: one wait a step] The optimizer is launched before the host knows whether the step counts: its kernels
-        # read `skip` on the device and change nothing then. The host waits for the verdict only after, while the GPU
-        # computes.
-        skip = norm.isfinite().logical_not().to(torch.int32)
-        verdict = streams.Fetch(skip)
+    def _norm(self) -> torch.Tensor:
+        """Return the 2-norm of all gradients on all ranks, times the loss scale; FP64 []."""
+        self._zero.begin()
+        self.gradients.clear_missing(self._zero.frozen())
+        squares = self.gradients.sum_of_squares().to(self._zero.norm_dtype)
+        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self._zero.group)
+        return squares.sqrt()
+
+    def _update(self, norm: torch.Tensor, skip: torch.Tensor) -> None:
+        """Launch the update of masters, moments and data; on the device it changes nothing where `skip` is not zero."""
         # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
-        zero.clear_model_gradients()
+        self._zero.clear_model_gradients()
         if self._masters:
             self._group.before_update()
         for some in self._masters:
             some.begin()
-        work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(zero.sub_groups())]
+        work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(self._zero.sub_groups())]
         factor = self._factor(norm)
         # Behind all that may fail and changes nothing.
-        self.launched = Launched(skip, self._optimizer.prepare(masters for _, masters, *_ in work))
+        self._launched = Launched(skip, self._optimizer.prepare(masters for _, masters, *_ in work))
         self.gradients.close_step()
         self._optimizer.step(work=work, factor=factor, skip=skip)
         for some in self._masters:
             some.finish(skip)
-        # While the GPU is busy.
-        write_bf16 = zero.write_bf16 if self._group is None else self._group.prepare_bf16()
-        if verdict.get():
-            # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
-            self.launched.take_back()
-            zero.skip()
-            self._say_skipped(norm)
-            return False
-        for some in self._masters:
-            some.taken()
-        write_bf16()
-        zero.finish(norm / zero.loss_scale)
-        return True
-
-    def ended_midway(self) -> bool:
-        """Return whether masters may be new, behind an exception: not where nothing was launched, or is skipped."""
-        if self.launched is None:
-            return False
-        if self.launched.skip.item():
-            self.launched.take_back()
-            return False
-        return True
 
     def _update_of(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
         """Return what takes AdamW's step of a sub-group in place of the optimizer, or None."""
         updates = (some.update(sub_group, masters) for some in self._masters)
         return next((update for update in updates if update is not None), None)
-
-    def _say_skipped(self, norm: torch.Tensor) -> None:
-        """Warn of the 1st, 2nd, 4th, 8th ... skipped step: weights that never change look like a slow start."""
-        self._skipped += 1
-        if self._skipped.bit_count() == 1:
-            logger.warning(f"a step was skipped, {self._skipped} so far: the gradient norm is {norm.item()}")
-
-    def _norm(self) -> torch.Tensor:
-        """Return the 2-norm of all gradients on all ranks, times the loss scale; FP64 []."""
-        squares = self.gradients.sum_of_squares().to(self._zero.norm_dtype)
-        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self._zero.group)
-        return squares.sqrt()
 
     def _factor(self, norm: torch.Tensor) -> torch.Tensor | None:
         """Return the factor of the gradients, FP32 []; None for 1."""
@@ -150,3 +149,21 @@ class Step:
             # as its step.
             return (1.0 / (((norm / loss_scale + 1e-6) / clip).clamp(min=1.0) * loss_scale)).float()
         return None if loss_scale == 1 else norm.new_full((), 1.0 / loss_scale).float()
+
+    def _skip(self, norm: torch.Tensor) -> None:
+        """Close a step that was skipped; warn of the 1st, 2nd, 4th, 8th ...: frozen weights look like a slow start."""
+        # Its counters of steps were advanced with the launch: the masters are untouched, the counters go back.
+        self._launched.take_back()
+        self._zero.skip()
+        self._skipped += 1
+        if self._skipped.bit_count() == 1:
+            logger.warning(f"a step was skipped, {self._skipped} so far: the gradient norm is {norm.item()}")
+
+    def _masters_may_be_new(self) -> bool:
+        """Return whether masters may be new, behind an exception: not where nothing was launched, or is skipped."""
+        if self._launched is None:
+            return False
+        if self._launched.skip.item():
+            self._launched.take_back()
+            return False
+        return True

@@ -9,8 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 _NO_RANGE = nullcontext()
-_capture: object | None = None
-"""Stands for the capture of a CUDA graph that is under way."""
+_capture: object | None = None  # stands for the capture of a CUDA graph that is under way
 
 
 @contextmanager

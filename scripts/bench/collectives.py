@@ -31,9 +31,9 @@ from zero_ranks import is_first, join_ranks, leave_ranks, link, timed, zero3_con
 import ds_fp8
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.fp8 import GradientReduceConfig
-from ds_fp8.zero.collectives import Collectives, Transport, WireMeter, Work, choose
+from ds_fp8.zero.collectives import Collectives, Transport, Wait, WireMeter, choose
 from ds_fp8.zero.hosts import find_hosts, find_nodes
-from ds_fp8.zero.reduce import Reduction
+from ds_fp8.zero.reduce import ReduceScatter
 
 
 class Measured(NamedTuple):
@@ -133,7 +133,7 @@ class SymmetricCollectives(Collectives):
         self._symmetric.rendezvous(memory, group=self._group.group_name)
         return memory
 
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Work:
+    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
         """Begin to gather every input into its output, in place: only outputs are symmetric memory."""
         rank = torch.distributed.get_rank(self._group)
         own = [output[rank * len(part) : (rank + 1) * len(part)] for output, part in zip(outputs, inputs, strict=True)]
@@ -161,19 +161,19 @@ def measure_transports(size: str, repeats: int) -> list[dict[str, Any]]:
 
             def gather(transport: Transport = transport) -> None:
                 outputs = transport.allocate(world * total).split([world * n for n in lengths])
-                transport.gather(outputs, transport.local.split(lengths), group).wait()
+                transport.gather(outputs, transport.local.split(lengths), group)()
 
             def beside_products(transport: Transport = transport) -> None:
                 outputs = transport.allocate(world * total).split([world * n for n in lengths])
-                work = transport.gather(outputs, transport.local.split(lengths), group)
+                wait = transport.gather(outputs, transport.local.split(lengths), group)
                 for _ in range(8):
                     a @ b
-                work.wait()
+                wait()
 
             transport.local.fill_(dist.get_rank() + 1)
             transport.written()
             memory = transport.allocate(world * total)
-            transport.gather(memory.split([world * n for n in lengths]), transport.local.split(lengths), group).wait()
+            transport.gather(memory.split([world * n for n in lengths]), transport.local.split(lengths), group)()
             ends = memory.split([n for n in lengths for _ in range(world)])
             row["right"] = [int(part[-1]) for part in ends] == list(range(1, world + 1)) * len(lengths)
             row |= {"ms": timed(gather, repeats), "ms_beside_products": timed(beside_products, repeats)}
@@ -187,9 +187,9 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
     """Measure the reduction of each group of gradients; options of "grad_reduce", None for DeepSpeed's own."""
     shapes = list(SIZES[size].linears().items())
     wire = WireMeter()
-    reduction = Reduction(wire)
+    reduction = ReduceScatter(wire)
     if options is not None:
-        reduction = Reduction(wire, None, GradientReduceConfig(**options), find_nodes(find_hosts()))
+        reduction = ReduceScatter(wire, None, GradientReduceConfig(**options), find_nodes(find_hosts()))
 
     def reduce(parameters: dict[str, nn.Parameter]) -> None:
         reduction(

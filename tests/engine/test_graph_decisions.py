@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 from ds_fp8.graphs import micro_steps
 from ds_fp8.graphs.agreement import LEAST_TIMEOUT, Action, Facts, RankAgreement, decide
 from ds_fp8.graphs.conditions import code_of_others, fingerprint, hook_of_others
+from ds_fp8.zero.deepspeed.hooks import CheckpointState
 from ds_fp8.zero.deepspeed.methods import before_load
-from ds_fp8.zero.lifecycle import CheckpointState
 from tests.engine.graphs_in_python import Graphs, engine_of, take_step
 
 REPLAYED, CHECKED = "replayed for 0", "checked, eager"
@@ -220,7 +220,7 @@ def module_only(folder):
     take_step(engine, forward(engine))
     found = []
     before_load(engine, lambda: found.append("before"))
-    states = engine.fp8.lifecycle.states
+    states = engine.fp8.hooks.states
     states["ours"] = CheckpointState(dict, lambda state: found.append("loaded"))
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder, load_module_only=True)

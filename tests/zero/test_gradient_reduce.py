@@ -9,7 +9,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import GradientReduceConfig
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.hosts import Hosts, find_hosts, find_nodes, why_flat
-from ds_fp8.zero.reduce import GROWTH, SMALLEST, AutomaticScale, Reduction
+from ds_fp8.zero.reduce import GROWTH, SMALLEST, AutomaticScale, ReduceScatter
 
 # Relative error of one cast, as a share of the gradient's norm.
 TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}
@@ -20,7 +20,7 @@ OPTIONS = {"nearest": {}, "tensor": {"scale": "tensor"}}
 
 def reducer(nodes=None, **options):
     """A function from full gradients and their names to this rank's slices of their means."""
-    reduction = Reduction(WireMeter(), None, GradientReduceConfig(**options), nodes)
+    reduction = ReduceScatter(WireMeter(), None, GradientReduceConfig(**options), nodes)
 
     def reduce(gradients, names):
         parameters = []

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ds_fp8.zero.gradients import add_rows_reference, sum_rows_reference
-from ds_fp8.zero.messages import LIMIT, SPAN, Target, span_count
+from ds_fp8.zero.gradients import LIMIT, SPAN, Target, add_rows_reference, span_count, sum_rows_reference
 from ds_fp8.zero.reduce import pack_reference
 from tests.zero.test_gradient_wire import gradients_of, laid_out, packed
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize
-from ds_fp8.zero.gradients import sum_rows_reference
-from ds_fp8.zero.messages import Message, Slices
+from ds_fp8.zero.gradients import Message, Slices, sum_rows_reference
 from ds_fp8.zero.reduce import pack_reference
 
 # Relative error of one cast per group of 128, as a share of the gradient's norm.

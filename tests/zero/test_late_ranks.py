@@ -115,7 +115,7 @@ def rounds(kind, point, numel=64):
         for _ in range(2):
             parts = memory.local.split(numel // 2)
             outputs = [torch.zeros(world * len(part), dtype=torch.uint8) for part in parts]
-            memory.gather(outputs, parts).wait()
+            memory.gather(outputs, parts)()
             expected = (16 * torch.arange(world) + number).repeat_interleave(numel // 2)
             wrong += sum(int((output != expected).sum()) for output in outputs)
     return wrong

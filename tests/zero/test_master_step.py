@@ -143,4 +143,4 @@ def test_rows_or_shards_that_are_no_multiples_of_128_have_no_kernel(columns, wor
     weights = weights_of(0, world, "128x128", DEVICE, [(256, columns)])
     for weight in weights:
         weight.correction = torch.zeros(weight.shard.numel, dtype=torch.int16, device=DEVICE)
-    assert kernels.TileStep([(weights[0], 0)]).whole is whole
+    assert kernels.TileStep([(weights[0], 0)]).in_tiles is whole

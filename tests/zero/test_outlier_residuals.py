@@ -16,8 +16,8 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import fprop_weight
 from ds_fp8.zero import param
+from ds_fp8.zero.masters import OutlierResiduals, ReferenceResidualCast
 from ds_fp8.zero.param import FP8Param, ReferenceShardCast
-from ds_fp8.zero.residuals import OutlierResiduals, ReferenceResidualCast
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 from tests.zero.shard_casts import DEVICE, buffer_of, shards_of, weights_of

@@ -1,7 +1,7 @@
 """Files of an engine's checkpoints, and whole state dicts.
 
 What is read never runs code from the files: a file of torch.save is a pickle, which can name any function to be called.
-torch's own reader of tensors and plain values (`weights_only`) refuses that. It is told of the classes of DeepSpeed
+torch's own reader of tensors and plain values (`weights_only`) refuses that. It knows the classes of DeepSpeed
 that its checkpoints contain, and of those of values that are usual in client states.
 """
 

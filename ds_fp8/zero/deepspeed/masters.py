@@ -1,4 +1,4 @@
-"""ZeRO-3's flat FP32 masters of sub-groups that have none: whose masters are codes, or BF16, and corrections.
+"""ZeRO-3's flat FP32 masters of sub-groups that have none: whose masters are quantized data, or BF16, and corrections.
 
 DeepSpeed makes a flat tensor of FP32 masters for every sub-group, and reads, writes, saves and loads it. The parameters
 named here get sub-groups of their own, whose flat tensors have a size and no memory: they are NaN with stride 0, so
@@ -18,9 +18,9 @@ from deepspeed.runtime.zero.stage3 import FP32_FLAT_GROUPS, DeepSpeedZeroOptimiz
 from torch import nn
 
 _MADE = ("_create_fp16_sub_groups", "_create_fp32_partitions")
+# Takes a model and the ids of the parameters that are trained; returns the ids of those without FP32 masters, each with
+# whether it has a sub-group of its own.
 Choose = Callable[[nn.Module, set[int]], dict[int, bool]]
-"""Takes a model and the ids of the parameters that are trained; returns the ids of those without FP32 masters, each
-with whether it has a sub-group of its own."""
 
 
 @contextmanager
@@ -37,14 +37,14 @@ def without_fp32_masters(choose: Choose) -> Iterator[None]:
         return [group for some in lists if some for group in made[_MADE[0]](zero, some)]
 
     def partitions(zero: Any) -> None:
-        flat, whole = zero.fp16_partitioned_groups_flat, list(zero.fp16_partitioned_groups_flat)
+        flat, shards = zero.fp16_partitioned_groups_flat, list(zero.fp16_partitioned_groups_flat)
         coded = [id(group[0]) in zero._ds_fp8_coded for group in zero.fp16_groups]
-        flat[:] = [bf16[:0] if without else bf16 for bf16, without in zip(whole, coded, strict=True)]
+        flat[:] = [bf16[:0] if without else bf16 for bf16, without in zip(shards, coded, strict=True)]
         made[_MADE[1]](zero)
-        flat[:] = whole
+        flat[:] = shards
         for index, masters in enumerate(zero.fp32_partitioned_groups_flat):
             if coded[index]:
-                masters.data = _absent(len(whole[index]), masters.device)
+                masters.data = _absent(len(shards[index]), masters.device)
 
     try:
         for name, function in zip(_MADE, (sub_groups, partitions), strict=True):
@@ -60,7 +60,7 @@ def _absent(numel: int, device: torch.device) -> torch.Tensor:
 
 
 def has_fp32_master(parameter: nn.Parameter) -> bool:
-    """Return False for the parameters that `without_fp32_masters` was told of."""
+    """Return False for the parameters that `choose` of `without_fp32_masters` has returned."""
     zero = getattr(parameter, "_z3_optimizer", None)
     return id(parameter) not in getattr(zero, "_ds_fp8_coded", ())
 
@@ -71,10 +71,10 @@ class FlatMasters:
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._zero = engine.optimizer
         coded: dict[int, bool] = getattr(self._zero, "_ds_fp8_coded", {})
+        # Ids of the parameters that have sub-groups of their own.
         self.alone = {key for key, alone in coded.items() if alone}
-        """Ids of the parameters that have sub-groups of their own."""
+        # By sub-group without FP32 masters its parameters, each with its first element there and their number.
         self.sub_groups: dict[int, list[tuple[nn.Parameter, int, int]]] = {}
-        """By sub-group without FP32 masters its parameters, each with its first element there and their number."""
         for index, group in enumerate(self._zero.fp16_groups):
             if id(group[0]) in coded:
                 places = [self._zero.grad_position[self._zero.get_param_id(parameter)] for parameter in group]

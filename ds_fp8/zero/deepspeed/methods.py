@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 
-LIFECYCLE = "_ds_fp8_lifecycle"  # attribute of an engine and its parameters
+HOOKS = "_ds_fp8_hooks"  # attribute of an engine and its parameters
 _INSTALLED = "_ds_fp8_installed"
 _MISSING = object()
 
@@ -46,12 +46,12 @@ def replace(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, value: 
 
 def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
     """Call `callback` after every optimizer step, also after one that was left out because of an overflow."""
-    vars(engine)[LIFECYCLE].after_step.append(callback)
+    vars(engine)[HOOKS].after_step.append(callback)
 
 
 def before_load(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
     """Call `callback` on all ranks before the engine loads a checkpoint."""
-    vars(engine)[LIFECYCLE].before_load.append(callback)
+    vars(engine)[HOOKS].before_load.append(callback)
 
 
 def disable_shm_build() -> None:

@@ -23,8 +23,8 @@ _IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
 _GATHER_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
 _ACTIVE_BACKWARD = "_PartitionedParameterCoordinator__active_backward_submodules"
 _AVAILABLE_PARAMETERS = "_PartitionedParameterCoordinator__n_available_params"
+# Attributes of modules in which DeepSpeed's hooks count between forward and backward.
 COUNTERS = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
-"""Attributes of modules in which DeepSpeed's hooks count between forward and backward."""
 
 
 class _Discarded(deque):
@@ -106,8 +106,8 @@ class MicroStep:
 
     def addresses(self, elsewhere: Callable[[torch.nn.Parameter], bool]) -> tuple[int, ...]:
         """Return where gradients lie, and the shards that are not `elsewhere` than DeepSpeed's."""
-        gathered = [p.ds_tensor for p in self.parameters if not (p.ds_persist or elsewhere(p))]
-        return tuple(tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *gathered))
+        shards = [p.ds_tensor for p in self.parameters if not (p.ds_persist or elsewhere(p))]
+        return tuple(tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *shards))
 
     @property
     def reduced_later(self) -> bool:
@@ -125,7 +125,7 @@ class MicroStep:
     def unthrottled(self) -> Iterator[None]:
         """Keep the host from waiting for gathers and reductions: what is captured does not run."""
         # DeepSpeed has the host wait for events, lest it run too far ahead with memory. In a capture nothing runs, so
-        # that events never come, and memory is reused by the order of the graph: gathered weights lie in that of a
+        # that events never come, and memory is reused by the order of the graph: unsharded weights lie in that of a
         # module whose products are over, if gathers wait for these. Else every layer's would have memory of their own.
         fetches, reductions = getattr(self._coordinator, _FETCH_EVENTS), self._zero.param_reduce_events
         setattr(self._coordinator, _FETCH_EVENTS, _GathersBehind(streams.current_stream()))

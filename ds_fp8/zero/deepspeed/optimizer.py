@@ -43,26 +43,21 @@ class ZeroStep:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._engine, self._zero = engine, engine.optimizer
-        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        # Of the parameters that the optimizer has, those too that were frozen since.
+        self._trained = {names[id(p)]: p for parameters in self._zero.fp16_groups for p in parameters}
         self.group: object = self._zero.dp_process_group
+        self.norm_dtype: torch.dtype = get_norm_dtype()
+        # This rank's shards of all gradients, in the order of the flat masters; padding is zero.
         self.flat_gradient: torch.Tensor = self._zero.grad_partitions_flat_buffer
-        """This rank's shards of all gradients, in the order of the flat masters; padding is zero."""
-
-    def name(self, parameter: torch.nn.Parameter) -> str:
-        return self._names[id(parameter)]
 
     def gradient_places(self) -> dict[str, tuple[int, int]]:
         """Return by parameter name where its shard begins in `flat_gradient`, and the shard's valid elements."""
         partitions = getattr(self._zero, _GRADIENT_PARTITIONS)
-        return {
-            self.name(parameter): (partitions[parameter.ds_id].storage_offset(), shard_of(parameter).valid)
-            for parameters in self._zero.fp16_groups
-            for parameter in parameters
-        }
+        return {name: (partitions[p.ds_id].storage_offset(), shard_of(p).valid) for name, p in self._trained.items()}
 
     def frozen(self) -> list[str]:
-        parameters = (parameter for group in self._zero.fp16_groups for parameter in group)
-        return [self.name(parameter) for parameter in parameters if not parameter.requires_grad]
+        return [name for name, parameter in self._trained.items() if not parameter.requires_grad]
 
     def sub_groups(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
         """Yield (param group, flat FP32 masters, their gradients in `flat_gradient`) of every sub-group."""
@@ -98,10 +93,6 @@ class ZeroStep:
     # ---------------------------------------------------------------- the step
 
     @property
-    def norm_dtype(self) -> torch.dtype:
-        return get_norm_dtype()
-
-    @property
     def loss_scale(self) -> float:
         return self._zero.loss_scale
 
@@ -112,7 +103,7 @@ class ZeroStep:
     def begin(self) -> None:
         """Do what DeepSpeed does before a step; gradients are complete on the current stream then."""
         self._zero._pre_step()
-        # A weight that is still gathered would keep its old values after the step.
+        # A weight that is still unsharded would keep its old values after the step.
         self._zero._partition_all_parameters()
         # The last buckets may still be summed there. No record_stream: gradient shards live as long as the engine.
         streams.wait_stream(self._zero.reduce_and_partition_stream)
@@ -137,7 +128,7 @@ class ZeroStep:
         # As DeepSpeed's step leaves it: sub-groups without gradients, until the next backward ends.
         zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
 
-    def gather_persistent(self) -> None:
+    def unshard_persistent(self) -> None:
         self._zero._post_step(set())
 
     def clear_model_gradients(self) -> None:
@@ -181,16 +172,6 @@ class FlatBf16:
         groups = self._zero.fp16_partitioned_groups_flat
         groups[:] = [torch.full((1,), torch.nan, dtype=x.dtype, device=x.device).expand(len(x)) for x in groups]
         self._zero.lp_param_buffer = None  # the last reference
-
-
-def accumulates(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Return whether gradients are added to those of earlier micro-batches of the step."""
-    return engine.optimizer.micro_step_id > 0
-
-
-def accumulates_in_fp32(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Return whether gradients of several micro-batches are summed in FP32."""
-    return engine.optimizer.gradient_accumulation_dtype == torch.float32
 
 
 def overflowed(engine: deepspeed.DeepSpeedEngine) -> bool:

@@ -1,4 +1,4 @@
-"""Partitioned parameters: their shards and masters, the marks of their gathers, those that stay whole between steps."""
+"""Partitioned parameters: their shards and masters, the marks of their gathers, persistent ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fp8.zero.deepspeed.methods import replace
 
-_ALIGNMENT = 512
-"""Bytes that the beginning of every parameter is a multiple of, as if torch had allocated it by itself."""
+_ALIGNMENT = 512  # bytes that the beginning of every parameter is a multiple of, as if torch had allocated it by itself
 
 
 def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
@@ -30,8 +29,8 @@ def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
 class Shard:
     """Position of this rank's shard in a partitioned parameter."""
 
+    # Unsharded shape of the parameter as a matrix: the rows of stacked matrices (of experts) follow one another.
     shape: torch.Size
-    """Shape of the whole parameter as a matrix: the rows of stacked matrices (of experts) follow one another."""
     start: int  # flat index of the shard's first element
     numel: int  # elements of the shard with its padding; equal on all ranks
     valid: int  # elements of the shard that belong to the parameter; the rest is uninitialised memory
@@ -40,7 +39,7 @@ class Shard:
 
 
 def is_partitioned(parameter: torch.nn.Parameter) -> bool:
-    """Return whether ZeRO-3 owns this parameter and gathers it for use (persistent ones stay whole)."""
+    """Return whether ZeRO-3 owns this parameter and gathers it for use (persistent ones stay unsharded)."""
     return hasattr(parameter, "ds_id") and not parameter.ds_persist
 
 
@@ -50,7 +49,7 @@ def is_zero_parameter(parameter: torch.nn.Parameter) -> bool:
 
 
 def full_shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter, partitioned or not."""
+    """Return the unsharded shape of a parameter, partitioned or not."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -198,17 +197,17 @@ def end_gather(parameter: torch.nn.Parameter) -> None:
 
 
 def reshard(parameter: torch.nn.Parameter) -> None:
-    """Drop the gathered data of a parameter, which no module uses."""
+    """Reshard a parameter, which no module uses."""
     parameter.partition()
 
 
 def is_gathered(parameter: torch.nn.Parameter) -> bool:
-    """Return whether a parameter is whole now, or about to be."""
+    """Return whether a parameter is unsharded now, or about to be."""
     return parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE
 
 
 def partition_all(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Partition every parameter of a ZeRO-3 engine, those too that stay whole between steps."""
+    """Partition every parameter of a ZeRO-3 engine, those too that stay unsharded between steps."""
     engine.optimizer._partition_all_parameters()
 
 
@@ -299,7 +298,7 @@ def _with_gaps(spans: dict[int, Segment], total: int) -> list[Segment]:
 
 
 class PersistentGather:
-    """Gathers the parameters that stay whole between steps by one collective, into memory that it keeps.
+    """Gathers the parameters that stay unsharded between steps by one collective, into memory that it keeps.
 
     DeepSpeed gathers them one collective each, and the host then waits for the device: 141 launches a step with 28
     layers of Qwen2.5, 449 with adapters, after which the GPU is idle until Python has issued the next kernels.
@@ -310,7 +309,7 @@ class PersistentGather:
         self._parameters: list[torch.nn.Parameter] = []  # those that the memory is for
         self._memory = torch.empty(0)
         self._gaps: list[torch.Tensor] = []
-        self._wholes: list[torch.Tensor] = []
+        self._unsharded: list[torch.Tensor] = []
 
     @torch.no_grad()
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -326,22 +325,22 @@ class PersistentGather:
         shards, group = [p.ds_tensor.detach() for p in missing], missing[0].ds_process_group
         world = dist.get_world_size(group)
         if world == 1:
-            wholes = [shard[: p.ds_numel].view(p.ds_shape) for p, shard in zip(missing, shards, strict=True)]
+            unsharded = [shard[: p.ds_numel].view(p.ds_shape) for p, shard in zip(missing, shards, strict=True)]
         else:
             if list(map(id, missing)) != list(map(id, self._parameters)):
                 self._allocate(missing, world)
             own = torch.cat(shards)
-            gathered = own.new_empty(world * own.numel())
+            received = own.new_empty(world * own.numel())
             # The current stream waits, not the host; products read the parameters on this stream, and have read there
             # what the memory held before.
-            dist.all_gather_into_tensor(gathered, own, group=group)
+            dist.all_gather_into_tensor(received, own, group=group)
             # Rank by rank as it comes; parameter by parameter, each with what aligns the next, as it is read.
-            of_ranks, count = gathered.split([shard.numel() for shard in shards] * world), len(shards)
+            of_ranks, count = received.split([shard.numel() for shard in shards] * world), len(shards)
             parts = (one for i, gap in enumerate(self._gaps) for one in (*of_ranks[i::count], gap))
             torch.cat(list(parts), out=self._memory)
-            wholes = self._wholes
-        for parameter, whole in zip(missing, wholes, strict=True):
-            parameter.data = whole
+            unsharded = self._unsharded
+        for parameter, mine in zip(missing, unsharded, strict=True):
+            parameter.data = mine
             parameter.ds_status = ZeroParamStatus.AVAILABLE
         return True
 
@@ -352,7 +351,7 @@ class PersistentGather:
         self._parameters, self._gaps = parameters, [zeros[: -numel % step] for numel in numels]
         starts = [0, *accumulate(numel + gap.numel() for numel, gap in zip(numels, self._gaps, strict=True))]
         self._memory = like.new_empty(starts[-1])
-        self._wholes = [
+        self._unsharded = [
             self._memory[start : start + p.ds_numel].view(p.ds_shape)
             for p, start in zip(parameters, starts, strict=False)
         ]

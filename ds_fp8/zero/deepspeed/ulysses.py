@@ -9,8 +9,7 @@ import deepspeed.runtime.sequence_parallel.parallel_state_sp as groups_of_ranks
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 
-MPU = groups_of_ranks
-"""What deepspeed.initialize takes as `mpu`: one set of groups a process, for all models."""
+MPU = groups_of_ranks  # what deepspeed.initialize takes as `mpu`: one set of groups a process, for all models
 
 
 def register(model: nn.Module, attention: str, size: int, rows: int) -> object:

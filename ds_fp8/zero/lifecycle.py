@@ -11,7 +11,7 @@ A method of `Lifecycle` is called in place of one of DeepSpeed's (deepspeed/hook
     load_checkpoint        of the engine                      callbacks, load, states of this package
 
 CUDA graphs hold forward and backward of a micro-batch, with their gathers and reductions. They are replayed before the
-step (graphs/micro_steps.py), which no graph contains.
+step (graphs/driver.py), which no graph contains.
 """
 
 from __future__ import annotations

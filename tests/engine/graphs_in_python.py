@@ -1,4 +1,4 @@
-"""MicroStepGraphs on a machine without a GPU: all of its code, with graphs that are lists of operations.
+"""GraphDriver on a machine without a GPU: all of its code, with graphs that are lists of operations.
 
 As a CUDA graph, such a list has every Python value that its recording met, and all tensors where they were: what a
 replay reads and writes lies at the same addresses. Recording computes, which a capture does not, so that what it writes
@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import ds_fp8
 from ds_fp8.engine import attach
-from ds_fp8.graphs import micro_steps
-from ds_fp8.graphs.capture import masks_as_outside, process_groups_used
-from ds_fp8.graphs.replay import CapturedGraphs
+from ds_fp8.graphs import driver
+from ds_fp8.graphs.capture import GraphPool, masks_as_outside, process_groups_used
+from ds_fp8.zero.deepspeed.micro_step import MicroStep
 from tests.zero import models
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -111,34 +111,33 @@ class _Recording(TorchDispatchMode):
             storage.copy_(before)
 
 
-class RecordedGraphs(CapturedGraphs):
-    """The graphs of an engine, as lists of operations. `log` says what was done."""
+class RecordedPool(GraphPool):
+    """Captures lists of operations. `log` says what was done."""
 
-    dry_runs = 0
     room = True
 
-    def __init__(self, device, micro_step):
+    def __init__(self, micro_step):
         self.log = []
         with mock.patch.object(torch.cuda, "Stream"):
-            super().__init__(device, micro_step)
+            super().__init__(micro_step)
 
-    def capture(self, make, call, drawn):
-        self.log.append(f"captured for {call.max_documents}" + ", padded" * call.padded)
+    def capture(self, make, max_documents, padded, ordered, drawn):
+        self.log.append(f"captured for {max_documents}" + ", padded" * padded)
 
         @contextlib.contextmanager
         def capturing(graph):
             recording, state = _Recording(graph), torch.get_rng_state()
             # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
             waited = mock.patch.object(torch.distributed.Work, "wait", _already)
-            with masks_as_outside(call.max_documents, call.padded), waited, recording:
+            with masks_as_outside(max_documents, padded), waited, recording:
                 yield
             recordings.append(recording)
             torch.set_rng_state(state)
 
         recordings = []
         try:
-            with mock.patch.object(torch.cuda, "CUDAGraph", OperationList), process_groups_used(self._groups):
-                if not call.ordered:
+            with mock.patch.object(torch.cuda, "CUDAGraph", OperationList), process_groups_used(self.groups):
+                if not ordered:
                     self.log.append("in the order of a dry run")
                     with self._micro_step.order_recorded():
                         make(capturing)
@@ -147,7 +146,7 @@ class RecordedGraphs(CapturedGraphs):
         finally:
             self._restore(recordings)
         graph.close = self._logged(graph.close, "closed")
-        return graph, 0
+        return graph
 
     def _restore(self, recordings):
         while recordings:  # backward wrote last
@@ -160,49 +159,40 @@ class RecordedGraphs(CapturedGraphs):
 
         return with_log
 
-    def replay(self, graph, batch):
-        self.log.append(f"replayed for {graph.max_documents}")
-        return super().replay(graph, batch)
-
     def memory_of_check(self, compute):
         compute()
         assert self.log.pop() == "eager"
         return 0
 
-    def has_room(self, needed):
+    def has_room(self, needed, kept):
         return self.room
 
+    def recover(self):
+        pass
 
-class Graphs(micro_steps.MicroStepGraphs):
+
+class Graphs(driver.GraphDriver):
     """All of it, with lists of operations in place of CUDA graphs."""
 
     def __init__(self, engine, auto=False):
         fp8 = engine.fp8
-        with mock.patch.object(micro_steps, "CapturedGraphs", RecordedGraphs):
-            super().__init__(
-                engine,
-                fp8.step.gradients,
-                fp8.weights,
-                fp8.wire,
-                lambda line: fp8.health.say(line),
-                fp8.monitor,
-                auto=auto,
-            )
-        self.log = self._graphs.log
-        self._micro_step.start_clock = lambda: None
-        self._eager._aside = self._launch_eagerly
-        self._checks.launch = self._logged_check(self._checks.launch)
+        micro_step = MicroStep(engine, fp8.step.gradients, fp8.weights, fp8.wire)
+        micro_step.start_clock = lambda: None
+        with mock.patch.object(driver, "GraphPool", RecordedPool):
+            super().__init__(engine, micro_step, lambda line: fp8.health.say(line), fp8.monitor, auto)
+        self.log = self._pool.log
 
-    def _launch_eagerly(self, args, kwargs):
+    def _call_aside(self, call):
         self.log.append("eager")
-        return self._stock(*args, **kwargs)
+        return self._call_module(*call.args, **call.kwargs)
 
-    def _logged_check(self, launch):
-        def with_log(*args):
-            self.log.append("checked")
-            return launch(*args)
+    def _replay(self, call):
+        self.log.append(f"replayed for {call.shape.graph.max_documents}")
+        return super()._replay(call)
 
-        return with_log
+    def _check(self, call):
+        self.log.append("checked")
+        return super()._check(call)
 
 
 class Around(torch.nn.Module):

@@ -1,16 +1,18 @@
-"""Whether all ranks agree, and whether a replay and an eager run of one micro-batch do.
+"""What all ranks decide from the facts that hold on each of them, and whether a replay and an eager run agree.
 
-A graph keeps every Python value that its capture met: attributes, schedules by the number of steps, branches taken on
-values of the host. When such a value changes, an eager forward computes something else, and the outputs differ. The
-replayed forward runs no Python, no hook of DeepSpeed and no autograd. Outside of its own memory it changes random
-states and buffers alone, which ForwardState puts back: training has the same bits with and without checks.
+The first part is the protocol: ranks exchange facts on the host, and `decide` maps them to one action. The second: a
+graph keeps every Python value that its capture met: attributes, schedules by the number of steps, branches taken on
+values of the host. When such a value changes, outputs of an eager forward differ. A replayed forward runs no Python, no
+hook of DeepSpeed and no autograd. Outside of its own memory it changes random states and buffers alone, which
+ForwardState puts back: training has the same bits with and without checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -44,6 +46,59 @@ def least(group: torch.distributed.ProcessGroup | None, *numbers: int) -> list[i
     return found.tolist()
 
 
+class State(IntEnum):
+    """State of a shape. In this order, so that the state on all ranks is the least of theirs."""
+
+    EAGER = 0  # a reason says why
+    WARM = 1
+    READY = 2
+    CAPTURED = 3
+
+
+class Action(Enum):
+    """What all ranks do with a micro-batch."""
+
+    EAGER = "eager"
+    CAPTURE = "capture"  # and decide again
+    REPLAY = "replay"
+    CHECK = "check"  # replay the forward, and compare it with an eager one
+    END = "end"  # free all graphs, and capture none any more
+
+
+class Facts(NamedTuple):
+    """Facts of a micro-batch; each is the least over all ranks."""
+
+    state: State
+    alone: bool  # no other forward is outstanding, or graphs have been captured: this is how the training goes
+    lasting: bool  # memory suffices, and the model has not changed again and again
+    unmeasured: bool  # its casts are not measured, which a graph cannot do
+    unchecked: bool  # the graph need not be checked now
+    comparable: bool  # the graph runs the kernels of an eager forward
+    room: bool  # a check that is due has memory, or none is due
+    has_capacity: bool  # fewer than MAX_GRAPHS graphs are captured
+
+
+def decide(facts: Facts) -> tuple[Action, str | None]:
+    """Return what is done with a micro-batch, and a reason to log; a pure function of what all ranks know."""
+    if not facts.alone:
+        return Action.END, "one backward has the losses of several forwards"
+    if not facts.lasting:
+        return Action.END, "too little memory is free next to them, or the model changes again and again"
+    if facts.state is State.EAGER:
+        return Action.EAGER, None  # the reason is another one on every rank
+    if facts.state is State.CAPTURED:
+        # A measured micro-batch runs eagerly, since the monitor's kernels are not in the graph, and is a check as well
+        # where that is possible.
+        if facts.unmeasured and (facts.unchecked or not facts.comparable or not facts.room):
+            return Action.REPLAY, None
+        return (Action.CHECK if facts.comparable else Action.EAGER), None
+    if not facts.unmeasured:
+        return Action.EAGER, None
+    if not facts.has_capacity:
+        return Action.EAGER, "batches have too many shapes, and no more of them are captured"
+    return (Action.CAPTURE if facts.state is State.READY else Action.EAGER), None
+
+
 class ForwardState:
     """Random states and buffers of the model, which a forward can change beside its outputs."""
 
@@ -51,7 +106,6 @@ class ForwardState:
         self._device = device
         self._host = torch.get_rng_state()
         self._random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        # Clones on the current stream, on which both forwards run: no event is needed.
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def restore(self) -> None:
@@ -68,16 +122,11 @@ def outputs_of(output: Any) -> list[Any]:
     return [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(output)]
 
 
-def same_bits(replayed: Sequence[Any], eager: Sequence[Any]) -> bool:
-    """Return whether two lists of outputs are equal bit for bit, NaN to NaN; the host waits for the device."""
-    return len(replayed) == len(eager) and all(map(_same, replayed, eager))
-
-
-def within(replayed: Sequence[Any], eager: Sequence[Any], spread: Sequence[float]) -> bool:
-    """Return whether outputs differ by no more than SPREAD_FACTOR times the spread of each."""
+def same(replayed: Sequence[Any], eager: Sequence[Any], spread: Sequence[float] = ()) -> bool:
+    """Return whether outputs have the same bits, or differ by no more than SPREAD_FACTOR times the spread of each."""
     if len(replayed) != len(eager):
         return False
-    triples = zip(replayed, eager, spread, strict=True)
+    triples = zip(replayed, eager, spread or [-1] * len(eager), strict=True)
     return all(_same(a, b) or distance(a, b) <= SPREAD_FACTOR * most for a, b, most in triples)
 
 

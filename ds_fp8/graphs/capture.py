@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import warnings
@@ -34,14 +35,12 @@ from typing import Any
 
 import torch
 
-from ds_fp8.graphs.replay import MicroBatchGraph
+from ds_fp8.graphs.replay import Call, MicroBatchGraph
 from ds_fp8.layers.attention import documents
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
 
 HEADROOM = 0.03  # share of the GPU's memory that must be free next to graphs, or there are none
-
-Make = Callable[[Callable[[torch.cuda.CUDAGraph], AbstractContextManager]], MicroBatchGraph]
 
 
 class GraphPool:
@@ -59,11 +58,11 @@ class GraphPool:
         """Begin another pool with the next capture: the memory of this one goes back with its last graph."""
         self._id = None
 
-    def try_to_capture(self, *how: Any) -> MicroBatchGraph | Exception:
+    def try_to_capture(self, call_module: Callable[..., Any], call: Call, draws: bool) -> MicroBatchGraph | Exception:
         """Return what `capture` does, or the error that ended it: then nothing has happened."""
         state = self._micro_step.remember()  # DeepSpeed's hooks count during the capture although nothing runs
         try:
-            return self.capture(*how)
+            return self.capture(call_module, call, draws)
         except BaseException as found:  # also KeyboardInterrupt: DeepSpeed's state is put back before it propagates
             self.recover()
             self._micro_step.abandon()
@@ -76,40 +75,37 @@ class GraphPool:
         error.__traceback__ = None  # its frames hold activations in the pool
         return error
 
-    def capture(self, make: Make, max_documents: int, padded: bool, ordered: bool, drawn: bool) -> MicroBatchGraph:
-        """Return the graph that `make` captures by what it is called with; nothing is computed.
-
-        `padded`: the mask is an input. `ordered`: DeepSpeed knows the order of modules on all ranks; it learns it here
-        otherwise. `drawn`: forwards draw random numbers.
-        """
+    def capture(self, call_module: Callable[..., Any], call: Call, draws: bool) -> MicroBatchGraph:
+        """Capture forward and backward of a call; nothing is computed. `draws`: forwards draw random numbers."""
 
         def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
-            return self._capturing(graph, drawn, max_documents, padded)
+            return self._capturing(graph, call, draws)
 
+        make = functools.partial(MicroBatchGraph, call_module, call, self._micro_step, capturing)
         with without_garbage_collection(), process_groups_used(self.groups):
-            if not ordered:
+            if not call.ordered:
                 with self._micro_step.order_recorded():
-                    self._dry_run(make, capturing)
+                    self._dry_run(make)
             elif self.needs_dry_run:
-                self._dry_run(make, capturing)
+                self._dry_run(make)
             self._id = self._id or torch.cuda.graph_pool_handle()
             # What the dry run left in the cache is not of the pool: memory that nobody could use.
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(self.stream.device)
             with memory_of_other_streams_reused():
-                graph = make(capturing)
+                graph = make()
         self._check_headroom(graph)
         graph.kept_bytes = torch.cuda.memory_reserved(self.stream.device) - before
         return graph
 
-    def _dry_run(self, make: Make, capturing: Callable[[torch.cuda.CUDAGraph], AbstractContextManager]) -> None:
+    def _dry_run(self, make: Callable[[], MicroBatchGraph]) -> None:
         """Capture into a pool that is thrown away: with stream reuse on, torch aborts if a backward capture fails."""
         before, self._id = self._id, torch.cuda.graph_pool_handle()
         try:
             # Memory may be reused at once: nothing of the dry run is ever read. In a capture, recorded memory is kept
             # to its end, which would be that of all layers.
             with replaced((torch.Tensor, "record_stream", lambda tensor, stream: None)):
-                graph = make(capturing)
+                graph = make()
             if before is None:  # other graphs would share their memory with it
                 self._check_headroom(graph)
             graph.close()
@@ -117,12 +113,12 @@ class GraphPool:
             self._id = before
 
     @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, drawn: bool, max_documents: int, padded: bool) -> Iterator[None]:
+    def _capturing(self, graph: torch.cuda.CUDAGraph, call: Call, draws: bool) -> Iterator[None]:
         """Capture what is enqueued inside, on DeepSpeed's streams too."""
         # [Note: fork and join] A capture begins on one stream. Others join it by waiting for that stream (fork), and
         # must be waited for before it ends (join), or CUDA refuses the graph. All-gathers and reductions run on these.
-        sides = self._micro_step.side_streams()
-        ours = {side.cuda_stream for side in sides if side is not None}
+        sides = [side for side in self._micro_step.side_streams() if side is not None]
+        ours = {side.cuda_stream for side in sides}
         synchronize = torch.cuda.Stream.synchronize
 
         def wait(stream: torch.cuda.Stream) -> None:  # an all-gather of one rank, which is a copy, calls it
@@ -136,8 +132,8 @@ class GraphPool:
             streams.capture(),
             self._micro_step.unthrottled(),
             replaced((torch.cuda.Stream, "synchronize", wait)),
-            masks_as_outside(max_documents, padded),
-            random_states_unread(drawn),
+            masks_as_outside(call.shape.capacity(), call.padded),
+            random_states_unread(draws),
         ):
             for side in sides:
                 side.wait_stream(self.stream)
@@ -208,7 +204,6 @@ def before_process_groups_end(driver: Any) -> None:
 
 
 def process_groups_may_end(driver: Any) -> None:
-    """Call it no longer."""
     global _shutdown
     _drivers.discard(driver)
     # It stays where somebody has replaced it since.
@@ -313,22 +308,21 @@ def memory_of_other_streams_reused() -> Iterator[None]:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     given = next((os.environ[name] for name in names if os.environ.get(name)), "")
     setting = "graph_capture_record_stream_reuse"
-    # The second is the older name, which newer versions of torch warn of.
+    # The second is the older name, of which newer versions warn.
     functions = (torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings")
     set_allocator = next((getattr(*function) for function in functions if hasattr(*function)), None)
     if setting in given or set_allocator is None:
         yield
         return
     # Settings replace each other as a whole: what the user gave in the environment has to be repeated.
-    before = f"{given}," * bool(given)
+    before, found = f"{given}," * bool(given), True
     try:
         set_allocator(f"{before}{setting}:True")
-    except (RuntimeError, ValueError) as error:
-        # The setting saves memory only. A graph is right without it, so a torch that lacks it is no error.
+    except (RuntimeError, ValueError) as error:  # a graph is right without it
+        found = False
         warnings.warn(f"CUDA graphs take more memory with this torch: {error}", stacklevel=2)
-        yield
-        return
     try:
         yield
     finally:
-        set_allocator(f"{before}{setting}:False")  # captures of the user's own keep torch's default
+        if found:
+            set_allocator(f"{before}{setting}:False")  # captures of the user's own keep torch's default

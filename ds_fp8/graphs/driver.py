@@ -17,24 +17,18 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_fp8.graphs import agreement, conditions
-from ds_fp8.graphs.capture import (
-    GraphPool,
-    before_process_groups_end,
-    process_groups_may_end,
-    random_numbers_drawn,
-)
-from ds_fp8.graphs.replay import Forward, MicroBatchGraph, watched
+from ds_fp8.graphs.agreement import Action, Facts, State
+from ds_fp8.graphs.capture import GraphPool, before_process_groups_end, process_groups_may_end, random_numbers_drawn
+from ds_fp8.graphs.replay import Call, Forward, MicroBatchGraph, Shape, watched
 from ds_fp8.layers.attention import documents
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.zero.deepspeed.methods import before_load, on_destroy, on_step, replace
@@ -45,105 +39,10 @@ UNORDERED_STEPS = 6  # the same where DeepSpeed never learns the order of module
 MAX_GRAPHS = 8  # shapes that are captured: every graph keeps separate buffers
 MAX_CHANGES = 3  # changes of a captured model's code or settings, or failed captures, after which all graphs end
 PAID_AFTER = 50  # replays that save more time than a capture takes; graphs freed sooner for memory end
-MIN_DOCUMENTS = 16
 
 UNCHECKED = "CUDA graphs continue unchecked: too little memory is free for an eager forward next to them"
 MANY_SHAPES = f"without CUDA graphs: batches have more than {MAX_GRAPHS} shapes; one that comes often is captured"
 OTHERS_DIFFER = "other ranks have batches of other shapes, or run eagerly"
-
-
-# ---------------------------------------------------------------- the state machine
-
-
-class State(IntEnum):
-    """State of a shape. In this order, so that the state on all ranks is the least of theirs."""
-
-    EAGER = 0  # a reason says why
-    WARM = 1
-    READY = 2
-    CAPTURED = 3
-
-
-class Shape:
-    """Micro-batches that one graph can run, as this rank knows them."""
-
-    def __init__(self) -> None:
-        self.graph: MicroBatchGraph | None = None
-        self.reason: str | None = None  # why its capture failed
-        self.eager_runs = [0, 0]  # since the last reset, of plain and of packed rows: these have other kernels
-        self.most_documents = 0  # of packed rows, of any rank, so far
-        self.used: set[int] = set()  # places of the outputs that have received a gradient
-        self.spread: list[float] = []  # largest distances between the outputs of replays of one micro-batch
-        self.check_bytes = 0  # memory of a check next to the graph, as measured before its capture
-
-    def capacity(self) -> int:
-        """Return for how many documents it is captured; 0 where every row has always been one."""
-        # A power of two at least twice the largest number seen: few captures are repeated as batches vary, and
-        # attention kernels take little time for documents that are not there.
-        seen = self.most_documents
-        return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0
-
-
-@dataclass
-class Call:
-    """A call of the module in training, and what this rank knows of it."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    outstanding: bool  # another forward may still get its backward
-    why: str | None = None  # why this rank cannot run it as a graph
-    batch: Mapping[str, Any] = field(default_factory=dict)  # arguments of a graph, with the mask of padded rows
-    signature: object = None
-    shape: Shape = field(default_factory=Shape)
-    documents: int = 0  # of packed rows; 0 where every row is one
-    ordered: bool = True  # on all ranks DeepSpeed knows the order of modules
-
-
-class Action(Enum):
-    """What all ranks do with a micro-batch."""
-
-    EAGER = "eager"
-    CAPTURE = "capture"  # and decide again
-    REPLAY = "replay"
-    CHECK = "check"  # replay the forward, and compare it with an eager one
-    END = "end"  # free all graphs, and capture none any more
-
-
-class Facts(NamedTuple):
-    """Facts of a micro-batch; each is the least over all ranks."""
-
-    state: State = State.EAGER
-    alone: bool = False  # no other forward is outstanding, or graphs have been captured: this is how the training goes
-    lasting: bool = False  # memory suffices, and the model has not changed again and again
-    unmeasured: bool = False  # its casts are not measured, which a graph cannot do
-    unchecked: bool = False  # the graph need not be checked now
-    comparable: bool = False  # the graph runs the kernels of an eager forward
-    room: bool = False  # a check that is due has memory, or none is due
-    has_capacity: bool = False  # fewer than MAX_GRAPHS graphs are captured
-
-
-def decide(facts: Facts) -> tuple[Action, str | None]:
-    """Return what is done with a micro-batch, and a reason to log; a pure function of what all ranks know."""
-    if not facts.alone:
-        return Action.END, "one backward has the losses of several forwards"
-    if not facts.lasting:
-        return Action.END, "too little memory is free next to them, or the model changes again and again"
-    if facts.state is State.EAGER:
-        return Action.EAGER, None  # the reason is another one on every rank
-    if facts.state is State.CAPTURED:
-        # A measured micro-batch runs eagerly, since the monitor's kernels are not in the graph, and is a check as well
-        # where that is possible.
-        if facts.unmeasured and (facts.unchecked or not facts.comparable or not facts.room):
-            return Action.REPLAY, None
-        return (Action.CHECK if facts.comparable else Action.EAGER), None
-    if not facts.unmeasured:
-        return Action.EAGER, None
-    if not facts.has_capacity:
-        return Action.EAGER, "batches have too many shapes, and no more of them are captured"
-    return (Action.CAPTURE if facts.state is State.READY else Action.EAGER), None
-
-
-# ---------------------------------------------------------------- the driver
 
 
 class _Differentiates(Exception):
@@ -167,6 +66,7 @@ class GraphDriver:
         self._call_module: Callable[..., Any] = engine.module._call_impl
         self._pool = GraphPool(micro_step)
         self._shapes: dict[object, Shape] = {}  # by the signature of their micro-batches
+        self._captured: list[Shape] = []  # of these, those with a graph
         self._eager_forwards: list[weakref.ref[Forward]] = []
         self._logged: set[str] = set()
         self._code = 0  # fingerprint of the model's code at the last call that could be a graph
@@ -191,7 +91,7 @@ class GraphDriver:
 
     @property
     def captured(self) -> int:
-        return len(self._graphs)
+        return len(self._captured)
 
     @property
     def kept_bytes(self) -> int:
@@ -204,7 +104,7 @@ class GraphDriver:
 
     @property
     def _graphs(self) -> list[MicroBatchGraph]:
-        return [shape.graph for shape in self._shapes.values() if shape.graph is not None]
+        return [shape.graph for shape in self._captured]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
@@ -258,10 +158,9 @@ class GraphDriver:
             call.why = "a forward ran before the backward of another"
         if call.why is None:
             self._forget_changed_code()  # here alone: the fingerprint walks over all modules
-            # A mask of ones only is left out by transformers as well.
-            mask = kwargs.get("attention_mask")
-            padded = mask is not None and not documents.whole(mask)
-            call.batch = {name: x for name, x in kwargs.items() if padded or name != "attention_mask"}
+            call.batch = dict(kwargs)
+            if (mask := kwargs.get("attention_mask")) is None or documents.whole(mask):
+                call.batch.pop("attention_mask", None)  # of ones only: transformers leaves it out as well
             batch = tuple(
                 (name, tuple(x.shape), x.dtype, x.device.type) if torch.is_tensor(x) else (name, x)
                 for name, x in sorted(call.batch.items())
@@ -286,6 +185,7 @@ class GraphDriver:
         graph = shape.graph
         ordered = self._micro_step.ready and not self._evaluated
         mine = Facts(
+            state=State.EAGER,
             alone=not call.outstanding or self._captured_once,
             lasting=not self._gives_up,
             unmeasured=unmeasured,
@@ -298,26 +198,19 @@ class GraphDriver:
         number = 0 if call.why is not None else zlib.crc32(repr(call.signature).encode()) + 1
         usable = graph is not None and graph.addresses == self._micro_step.addresses()
         # MIN of a number and of its negative: equal bounds mean that all ranks have the same one.
-        lowest, highest, most, ordered, holds, plain_runs, packed_runs, *found = agreement.least(
-            self._group,
-            *(number, -number, -call.documents, ordered, graph.max_documents if usable else -1),
-            *shape.eager_runs,
-            *mine,
+        held = graph.max_documents if usable else -1
+        lowest, highest, most, held, call.ordered, *found = agreement.least(
+            self._group, number, -number, -call.documents, held, ordered, *shape.eager_runs, *mine
         )
-        state = State.EAGER
+        state, needed = State.EAGER, EAGER_STEPS if call.ordered else UNORDERED_STEPS
         if lowest > 0 and lowest == -highest:
-            call.ordered, shape.most_documents = bool(ordered), max(-most, shape.most_documents)
-            packed = shape.most_documents > 0
-            runs = packed_runs if packed else plain_runs
-            state = State.READY if runs >= (EAGER_STEPS if ordered else UNORDERED_STEPS) else State.WARM
-            if holds >= -most:  # a graph that one rank must capture again, all do
-                state = State.CAPTURED
-        facts = Facts(*found)._replace(state=state)
+            state = shape.agree(-most, held, found[:2], needed)
+        facts = Facts(*found[2:])._replace(state=state)
         if state is State.EAGER and unmeasured and facts.alone:
             self._log(f"without CUDA graphs: {call.why or OTHERS_DIFFER}")
-        action, reason = decide(facts)
+        action, reason = agreement.decide(facts)
         if state is not State.EAGER and unmeasured and action in (Action.EAGER, Action.CAPTURE):
-            shape.eager_runs[packed] += 1
+            shape.eager_runs[shape.packed] += 1
             shapes = (signature[0] for signature, one in self._shapes.items() if any(one.eager_runs))
             if MANY_SHAPES not in self._logged and len(set(shapes)) > MAX_GRAPHS:
                 self._log(MANY_SHAPES)
@@ -351,9 +244,7 @@ class GraphDriver:
         shape.check_bytes = self._pool.memory_of_check(lambda: self._compute(call))
         before.restore()
         self._micro_step.pin_scales()
-        padded = "attention_mask" in call.batch
-        how = shape.capacity(), padded, call.ordered, self._draws
-        graph = self._pool.try_to_capture(functools.partial(self._make_graph, call), *how)
+        graph = self._pool.try_to_capture(self._call_module, call, self._draws)
         error = graph if isinstance(graph, Exception) else None
         # A failure differs where the model has changed on one rank alone.
         failures = 1 + sum(one.reason is not None for one in self._shapes.values())
@@ -370,15 +261,12 @@ class GraphDriver:
             self._pool.needs_dry_run = True
             return False
         shape.graph = graph
+        self._captured.append(shape)
         # Unknown code may fail in backward where it did not with another batch.
         self._pool.needs_dry_run = self._unknown_code is not None or failures > 1
         self._captured_once = True
         self._log(f"forward and backward now run as CUDA graphs, which keep {graph.kept_bytes / 2**30:.2f} GiB")
         return True
-
-    def _make_graph(self, call: Call, capturing: Callable) -> MicroBatchGraph:
-        shape = call.shape
-        return MicroBatchGraph(self._call_module, call.batch, shape.capacity(), shape.used, self._micro_step, capturing)
 
     def _check(self, call: Call) -> Any:
         """Compare a replay with an eager run of the micro-batch, and end the graphs where they differ. Collective.
@@ -398,11 +286,11 @@ class GraphDriver:
         if measured:
             output = self._launch(call)
         eager = agreement.outputs_of(output) if measured else self._compute(call)
-        same = self._all(agreement.same_bits(replayed, eager))
+        same = self._all(agreement.same(replayed, eager))
         if not same:
             # More replays distinguish kernels that sum in no fixed order from Python that has changed.
             shape.spread = self._spread(call, replayed, before)
-            same = self._all(agreement.within(replayed, eager, shape.spread))
+            same = self._all(agreement.same(replayed, eager, shape.spread))
         if same:
             graph.schedule.checked()
         else:
@@ -453,9 +341,7 @@ class GraphDriver:
     def _launch(self, call: Call) -> Any:
         """Run a call eagerly, and watch its outputs until their backward: a capture must know which get gradients."""
         module, device = self._engine.module, self._micro_step.device
-        watches = (
-            self._auto and self._unknown_code is not None
-        )  # at known code the comparison would take time for nothing
+        watches = self._auto and self._unknown_code is not None  # comparing all attributes takes time
         attributes = conditions.attributes_of_unknown(module) if watches else {}
         drawn = random_numbers_drawn(device)
         output = self._call_aside(call)
@@ -505,10 +391,10 @@ class GraphDriver:
 
     def _free(self) -> None:
         """Free all graphs, which share their memory."""
-        for shape in self._shapes.values():
-            if shape.graph is not None:
-                shape.graph.close()
-                shape.graph = None
+        while self._captured:
+            shape = self._captured.pop()
+            shape.graph.close()
+            shape.graph = None
         self._pool.forget()
 
     def _give_way(self, needed: int) -> None:

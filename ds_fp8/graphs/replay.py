@@ -17,16 +17,19 @@ their results bit for bit; the driver checks that now and then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ds_fp8.graphs.agreement import State
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
 from ds_fp8.zero.streams import profiled
 
+MIN_DOCUMENTS = 16
 MAX_INTERVAL = 512  # replays after which a graph is checked at the latest
 OFF = 'a CUDA graph keeps the activations of one forward; set "graph": "off"'
 
@@ -48,6 +51,56 @@ class CheckSchedule:
         self._next = self.replays + min(max(self.replays, 1), MAX_INTERVAL)
 
 
+class Shape:
+    """Micro-batches that one graph can run, as this rank knows them."""
+
+    def __init__(self) -> None:
+        self.graph: MicroBatchGraph | None = None
+        self.reason: str | None = None  # why its capture failed
+        self.eager_runs = [0, 0]  # since the last reset, of plain and of packed rows: these have other kernels
+        self.most_documents = 0  # of packed rows, of any rank, so far
+        self.used: set[int] = set()  # places of the outputs that have received a gradient
+        self.spread: list[float] = []  # largest distances between the outputs of replays of one micro-batch
+        self.check_bytes = 0  # memory of a check next to the graph, as measured before its capture
+
+    def agree(self, most_documents: int, held: int, runs: tuple[int, int], needed: int) -> State:
+        """Return the state on all ranks: from the most documents of any, and the least that their graphs hold."""
+        self.most_documents = max(most_documents, self.most_documents)
+        if held >= most_documents:  # a graph that one rank must capture again, all do
+            return State.CAPTURED
+        return State.READY if runs[self.packed] >= needed else State.WARM
+
+    @property
+    def packed(self) -> bool:
+        return self.most_documents > 0
+
+    def capacity(self) -> int:
+        """Return for how many documents it is captured; 0 where every row has always been one."""
+        # A power of two at least twice the largest number seen: few captures are repeated as batches vary, and
+        # attention kernels take little time for documents that are not there.
+        seen = self.most_documents
+        return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0
+
+
+@dataclass
+class Call:
+    """A call of the module in training, and what this rank knows of it."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    outstanding: bool  # another forward may still get its backward
+    why: str | None = None  # why this rank cannot run it as a graph
+    batch: Mapping[str, Any] = field(default_factory=dict)  # arguments of a graph, with the mask of padded rows
+    signature: object = None
+    shape: Shape = field(default_factory=Shape)
+    documents: int = 0  # of packed rows; 0 where every row is one
+    ordered: bool = True  # on all ranks DeepSpeed knows the order of modules
+
+    @property
+    def padded(self) -> bool:
+        return "attention_mask" in self.batch
+
+
 class Forward:
     """A forward whose backward may still come: held by the autograd graph of its outputs and by nobody else."""
 
@@ -57,7 +110,7 @@ class Forward:
 
 
 class _Watched(torch.autograd.Function):
-    """An output at a place, whose gradient is noted: hooks would be lost where it is a view, and changed in place."""
+    """Notes the gradient of an output at a place: a hook would be lost where it is a view, and changed in place."""
 
     @staticmethod
     def forward(ctx, output: torch.Tensor, forward: Forward, place: int) -> torch.Tensor:
@@ -86,7 +139,7 @@ def watched(output: Any, used: set[int]) -> tuple[Any, weakref.ref[Forward]]:
 
 
 class _Replay(torch.autograd.Function):
-    """The forward that has been replayed, as autograd sees it: outputs, whose backward replays the other graph."""
+    """A replayed forward, as autograd sees it: outputs, whose backward replays the other graph."""
 
     @staticmethod
     def forward(ctx, anchor: torch.Tensor, graph: MicroBatchGraph, forward: Forward) -> tuple[torch.Tensor, ...]:
@@ -103,33 +156,23 @@ class _Replay(torch.autograd.Function):
 
 
 class MicroBatchGraph:
-    """The graphs of forward and backward of one shape, and the memory that connects them to the world."""
+    """The graphs of forward and backward of one shape, and the memory between them and their callers."""
 
     def __init__(
         self,
-        call: Callable[..., Any],
-        batch: Mapping[str, Any],
-        max_documents: int,
-        used: Collection[int],
+        call_module: Callable[..., Any],
+        call: Call,
         micro_step: MicroStep,
         capturing: Callable[[torch.cuda.CUDAGraph], AbstractContextManager],
     ):
-        """Capture both graphs; nothing is computed.
-
-        Args:
-            call: The module, to be called with `batch` by name.
-            batch: Tensors, whose values are copied at every replay, and plain values, which are part of the graph.
-            max_documents: Documents that packed rows may hold; 0 where every row is one sequence.
-            used: Places of the outputs that get a gradient.
-            micro_step: DeepSpeed's part of it.
-            capturing: Captures what is enqueued inside of it.
-        """
-        self.max_documents = max_documents
+        """Capture both graphs, each inside `capturing`; nothing is computed."""
+        self.max_documents = call.shape.capacity()
         self.addresses = micro_step.addresses()  # of what both graphs read and write outside of their own memory
         self.schedule = CheckSchedule()
         self.kept_bytes = 0  # growth of the pool by this graph: later graphs reuse what earlier ones hold
         self._micro_step = micro_step
-        self._batch = {name: x.detach().clone() if torch.is_tensor(x) else x for name, x in batch.items()}
+        # Values of tensors are copied at every replay; plain values are part of the graph.
+        self._batch = {name: x.detach().clone() if torch.is_tensor(x) else x for name, x in call.batch.items()}
         self._persistent = [(p, p.data.clone()) for p in micro_step.persistent]
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._last: weakref.ref[Forward] | None = None  # the last replay; weak, for autograd alone keeps it alive
@@ -143,10 +186,10 @@ class MicroBatchGraph:
                 # elsewhere after every step, so that a replay first copies them here.
                 parameter.data = static
             with capturing(self._forward):
-                output = call(**self._batch)
+                output = call_module(**self._batch)
                 leaves, self._structure = tree_flatten(output)
                 self.differentiable = differentiable(leaves)
-                self._used = [place for place in self.differentiable if place in used]
+                self._used = [place for place in self.differentiable if place in call.shape.used]
                 if not self._used:
                     raise ValueError("no output of the model has received a gradient")
                 # Memory of the pool, rewritten by the next replay: callers get copies, these stay inside.
@@ -212,12 +255,7 @@ class MicroBatchGraph:
         return tuple(leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in chosen)
 
     def replay_backward(self, gradients: Sequence[torch.Tensor | None], forward: Forward) -> None:
-        """Add the gradients of a replayed forward to the shards.
-
-        Raises:
-            RuntimeError: The forward is not the last one, or has had its backward; another one came in between; or an
-                output has a gradient that had none before the capture.
-        """
+        """Add the gradients of a replayed forward to the shards; RuntimeError where that would be wrong."""
         if self._last is None or self._last() is not forward:
             raise RuntimeError(f"this forward has had its backward, or another forward has followed it: {OFF}")
         if self._progress != self._micro_step.progress or self._micro_step.reducing:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import ds_fp8
 from ds_fp8.engine import attach
 from ds_fp8.graphs import driver
-from ds_fp8.graphs.capture import GraphPool, masks_as_outside, process_groups_used
+from ds_fp8.graphs.capture import GraphPool
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
 from tests.zero import models
 
@@ -112,45 +112,47 @@ class _Recording(TorchDispatchMode):
 
 
 class RecordedPool(GraphPool):
-    """Captures lists of operations. `log` says what was done."""
+    """Captures lists of operations, by all code of a capture but CUDA's. `log` says what was done."""
 
     room = True
 
     def __init__(self, micro_step):
-        self.log = []
+        self.log, self._recordings = [], []
         with mock.patch.object(torch.cuda, "Stream"):
             super().__init__(micro_step)
 
-    def capture(self, make, max_documents, padded, ordered, drawn):
-        self.log.append(f"captured for {max_documents}" + ", padded" * padded)
-
-        @contextlib.contextmanager
-        def capturing(graph):
-            recording, state = _Recording(graph), torch.get_rng_state()
-            # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
-            waited = mock.patch.object(torch.distributed.Work, "wait", _already)
-            with masks_as_outside(max_documents, padded), waited, recording:
-                yield
-            recordings.append(recording)
-            torch.set_rng_state(state)
-
-        recordings = []
+    def capture(self, call_module, call, draws):
+        self.log.append(f"captured for {call.shape.capacity()}" + ", padded" * call.padded)
+        self.log += ["in the order of a dry run"] * (not call.ordered)
+        cuda = {"CUDAGraph": OperationList, "graph": self._record, "graph_pool_handle": object}
+        memory = {"empty_cache": lambda: None, "memory_reserved": lambda _: 0, "mem_get_info": lambda _: (1, 1)}
         try:
-            with mock.patch.object(torch.cuda, "CUDAGraph", OperationList), process_groups_used(self.groups):
-                if not ordered:
-                    self.log.append("in the order of a dry run")
-                    with self._micro_step.order_recorded():
-                        make(capturing)
-                    self._restore(recordings)
-                graph = make(capturing)
+            with mock.patch.multiple(torch.cuda, **cuda, **memory):
+                graph = super().capture(call_module, call, draws)
         finally:
-            self._restore(recordings)
+            self._restore()
         graph.close = self._logged(graph.close, "closed")
         return graph
 
-    def _restore(self, recordings):
-        while recordings:  # backward wrote last
-            recordings.pop().restore()
+    def _dry_run(self, make):
+        try:
+            super()._dry_run(make)
+        finally:
+            self._restore()
+
+    @contextlib.contextmanager
+    def _record(self, graph, pool, stream, capture_error_mode):
+        assert pool is not None
+        recording, state = _Recording(graph), torch.get_rng_state()
+        # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
+        with mock.patch.object(torch.distributed.Work, "wait", _already), recording:
+            yield
+        self._recordings.append(recording)
+        torch.set_rng_state(state)
+
+    def _restore(self):
+        while self._recordings:  # backward wrote last
+            self._recordings.pop().restore()
 
     def _logged(self, function, word):
         def with_log():

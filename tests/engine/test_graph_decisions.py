@@ -7,9 +7,9 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.graphs import driver
-from ds_fp8.graphs.agreement import LEAST_TIMEOUT, group_of_all_ranks
+from ds_fp8.graphs.agreement import LEAST_TIMEOUT, Action, Facts, State, decide, group_of_all_ranks
 from ds_fp8.graphs.conditions import fingerprint, unknown_code, why_auto_disabled
-from ds_fp8.graphs.driver import Action, Facts, Shape, State, decide
+from ds_fp8.graphs.replay import Shape
 from ds_fp8.zero.deepspeed.methods import before_load
 from ds_fp8.zero.lifecycle import CheckpointState
 from tests.engine.graphs_in_python import Graphs, engine_of, take_step

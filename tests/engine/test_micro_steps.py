@@ -18,8 +18,7 @@ from ds_fp8.graphs.capture import (
     random_states_unread,
 )
 from ds_fp8.graphs.conditions import rows_in_a_graph, unknown_code, why_no_graphs, why_not_recomputed
-from ds_fp8.graphs.driver import MIN_DOCUMENTS, Shape
-from ds_fp8.graphs.replay import differentiable
+from ds_fp8.graphs.replay import MIN_DOCUMENTS, Shape, differentiable
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import use_fp8_attention
 from ds_fp8.layers.convert import convert

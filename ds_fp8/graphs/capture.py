@@ -77,11 +77,9 @@ class GraphPool:
 
     def capture(self, call_module: Callable[..., Any], call: Call, draws: bool) -> MicroBatchGraph:
         """Capture forward and backward of a call; nothing is computed. `draws`: forwards draw random numbers."""
-
-        def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
-            return self._capturing(graph, call, draws)
-
-        make = functools.partial(MicroBatchGraph, call_module, call, self._micro_step, capturing)
+        make = functools.partial(
+            MicroBatchGraph, call_module, call, self._micro_step, lambda graph: self._capturing(graph, call, draws)
+        )
         with without_garbage_collection(), process_groups_used(self.groups):
             if not call.ordered:
                 with self._micro_step.order_recorded():

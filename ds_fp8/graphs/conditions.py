@@ -114,33 +114,29 @@ def unknown_code(module: nn.Module) -> str | None:
     return None
 
 
-def attributes_of_unknown(module: nn.Module) -> dict[tuple[str, str], tuple[object, int]]:
-    """Return the attributes of the modules of unknown packages, each with its length: `changed_attribute` reads them.
+def attributes_of_unknown(module: nn.Module) -> dict[tuple[str, str], tuple[object, object]]:
+    """Return the attributes of the modules of unknown packages, for `changed_attribute`.
 
     A replay writes none: a counter stands still, a tensor that is kept for others is that of an old step.
     """
-    return {
-        (where, name): (value, len(value) if isinstance(value, (list, dict, set)) else 0)
-        for where, part in module.named_modules()
-        if not (_is_known(type(part)) and _is_known(type(part).forward))
-        for name, value in vars(part).items()
-        if name not in _WRITTEN_BY_OTHERS and not name.startswith("ds_")
-    }
+    found = {}
+    for where, part in module.named_modules():
+        attributes = {} if _is_known(type(part)) and _is_known(type(part).forward) else vars(part)
+        for name, value in attributes.items():
+            if name in _WRITTEN_BY_OTHERS or name.startswith("ds_"):
+                continue
+            size = len(value) if isinstance(value, (list, dict, set)) else 0
+            # By value where Python may keep equal values as one object or not. Others by identity, which is unique as
+            # long as the value is held: contents of a tensor may change in place, as a replay changes them as well.
+            plain = isinstance(value, (bool, int, float, str))
+            found[where, name] = ((type(value), value) if plain else (id(value), size)), value
+    return found
 
 
 def changed_attribute(before: dict, now: dict) -> str | None:
     """Return which attribute has been given another object or length, or None."""
-
-    def unchanged(old: tuple[object, int] | None, new: tuple[object, int] | None) -> bool:
-        if old is None or new is None or old[1] != new[1]:
-            return False
-        # By value where Python may keep equal values as one object or not. A tensor is compared by identity: its
-        # contents may change in place, as a replay changes them as well.
-        plain = isinstance(new[0], (bool, int, float, str)) and type(old[0]) is type(new[0])
-        return old[0] is new[0] or (plain and old[0] == new[0])
-
     for where, name in sorted(before.keys() | now.keys()):
-        if not unchanged(before.get((where, name)), now.get((where, name))):
+        if before.get((where, name), (None,))[0] != now.get((where, name), (None,))[0]:
             return f'the forward of {where or "the model"} changes its attribute "{name}"'
     return None
 

@@ -5,7 +5,8 @@
       +------> EAGER <------+          a capture failed, or this call cannot be a graph: with the reason
 
 A shape is WARM until enough of its micro-batches have run eagerly: kernels are compiled, memory is allocated. A graph
-that is freed (memory, a load, code that has changed) leaves its shape READY or WARM again.
+that is freed (memory, a load, code that has changed) leaves its shape READY or WARM again. The state is not stored but
+found anew for each micro-batch (`Shape.agree`): what one rank frees by itself counts for all.
 
 All ranks do the same: NCCL does not document that a captured collective may match an eager one on another rank. So
 before each micro-batch they compare facts on the host, and `decide` acts on what holds on all of them. A replay passes

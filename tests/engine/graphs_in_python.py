@@ -197,6 +197,14 @@ class Graphs(driver.GraphDriver):
         return super()._check(call)
 
 
+def log_of(engine, wanted=True, auto=False):
+    """Give an engine its graphs, and return the list of what they do; an empty one where none are wanted."""
+    if not wanted:
+        return []
+    engine.fp8.graphs = Graphs(engine, auto)
+    return engine.fp8.graphs.log
+
+
 class Around(torch.nn.Module):
     """A model around another, for forwards of somebody's own."""
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ds_fp8.graphs.conditions import attributes_of_unknown, changed_attribute, unknown_code
 from ds_fp8.graphs.driver import PAID_AFTER
 from ds_fp8.graphs.replay import MAX_INTERVAL, CheckSchedule
-from tests.engine.graphs_in_python import Around, Graphs, engine_of, model_of, take_step
+from tests.engine.graphs_in_python import Around, Graphs, engine_of, log_of, model_of, take_step
 
 SCHEDULE = {"factor": 1.0}
 """What the attention of these tests reads at every call."""
@@ -60,10 +60,7 @@ def with_schedule(folder):
     """Train beside a schedule; return figures, what became of each step, and what was said."""
     register()
     engine, said = engine_of("scheduled")
-    log = []
-    if folder is not None:
-        engine.fp8.graphs = Graphs(engine, auto=True)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, folder is not None, auto=True)
     happened = []
 
     def before(step):
@@ -140,10 +137,7 @@ class Counted(Around):
 def counted(kind):
     torch.manual_seed(0)
     engine, _ = engine_of(model=Counted(model_of(attention_dropout=0.1)), fp8={"monitor": {"every": 7}})
-    log = []
-    if kind != "launched":
-        engine.fp8.graphs = Graphs(engine, auto=True)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, kind != "launched", auto=True)
     torch.manual_seed(1)
     found = []
     unchecked = mock.patch.object(CheckSchedule, "due", property(lambda self: False))
@@ -178,10 +172,7 @@ class Penalised(Around):
 
 def penalised(captured):
     engine, said = engine_of(model=Penalised(model_of()))
-    log = []
-    if captured:
-        engine.fp8.graphs = Graphs(engine)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, captured)
     found = [take_step(engine, engine(**batch(step))) for step in range(8)]
     engine.destroy()
     return found, log, [line for line in said if "off" in line]

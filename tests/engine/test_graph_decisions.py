@@ -12,7 +12,7 @@ from ds_fp8.graphs.conditions import fingerprint, unknown_code, why_auto_disable
 from ds_fp8.graphs.replay import Shape
 from ds_fp8.zero.deepspeed.methods import before_load
 from ds_fp8.zero.lifecycle import CheckpointState
-from tests.engine.graphs_in_python import Graphs, engine_of, take_step
+from tests.engine.graphs_in_python import Graphs, engine_of, log_of, take_step
 
 REPLAYED, CHECKED = "replayed for 0", "checked, eager"
 
@@ -28,10 +28,7 @@ def forward(engine, length=64, step=0, padded=False):
 def several_forwards(graphs, order):
     """Loss and gradient norm of steps of one forward, then of one step of two."""
     engine, _ = engine_of()
-    log = []
-    if graphs:
-        engine.fp8.graphs = Graphs(engine)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, graphs)
     found = [take_step(engine, forward(engine, step=step)) for step in range(8)]
     lengths = {"eager first": [(48, True), (64, False)], "graph first": [(64, False), (48, True)]}[order]
     try:

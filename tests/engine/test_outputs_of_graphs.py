@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from ds_fp8.graphs.replay import watched
-from tests.engine.graphs_in_python import Graphs, engine_of, model_of, take_step
+from tests.engine.graphs_in_python import Graphs, engine_of, log_of, model_of, take_step
 
 peft = pytest.importorskip("peft")
 
@@ -103,10 +103,7 @@ def reference_first(engine, step):
 def trained(loss_of, model, graphs, steps):
     """Figures of each step, what became of them, what was said."""
     engine, said = engine_of(model=model and model())
-    log = []
-    if graphs:
-        engine.fp8.graphs = Graphs(engine, auto=True)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, graphs, auto=True)
     found = [take_step(engine, loss_of(engine, step)) for step in range(steps)]
     outcome = graphs and (engine.fp8.graphs.off, engine.fp8.graphs.captured)
     engine.destroy()

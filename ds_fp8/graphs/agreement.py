@@ -100,7 +100,7 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
 
 
 class ForwardState:
-    """Random states and buffers of the model, which a forward can change beside its outputs."""
+    """Random states and buffers of the model, which a forward can change next to its outputs."""
 
     def __init__(self, module: nn.Module, device: torch.device):
         self._device = device

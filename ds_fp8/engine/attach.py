@@ -13,7 +13,7 @@ from ds_fp8.engine.health import Health, check_labels
 from ds_fp8.engine.model import leave_out_caches, score_all_positions
 from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
 from ds_fp8.graphs.conditions import why_no_graphs
-from ds_fp8.graphs.micro_steps import MicroStepGraphs
+from ds_fp8.graphs.driver import GraphDriver
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import OutlierChannels
@@ -24,6 +24,7 @@ from ds_fp8.zero.collectives import GATHER, WireMeter, reason_of_any
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 from ds_fp8.zero.deepspeed.hooks import CheckpointState, Hooks
 from ds_fp8.zero.deepspeed.methods import has_optimizer, on_destroy, replace
+from ds_fp8.zero.deepspeed.micro_step import MicroStep
 from ds_fp8.zero.deepspeed.optimizer import overflowed
 from ds_fp8.zero.deepspeed.parameters import (
     data_parallel_group,
@@ -191,16 +192,13 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     # All ranks capture or none: a captured collective must not meet an eager one of another rank.
     state.why_no_graphs = reason_of_any(why)
     if state.why_no_graphs is None:
-        checked = state.config.graph == "auto"
         health = state.health
-        state.graphs = MicroStepGraphs(
+        state.graphs = GraphDriver(
             engine,
-            state.step.gradients,
-            state.weights,
-            state.wire,
+            MicroStep(engine, state.step.gradients, state.weights, state.wire),
             lambda line: health.say(line),  # what `say` is then, which a program may set
             state.monitor,
-            checked,
+            auto=state.config.graph == "auto",
         )
         # A layer in BF16 runs other kernels than those that were captured.
         state.health.on_move = state.graphs.reset

@@ -22,8 +22,8 @@ from ds_fp8.config.fp8 import MOMENTS, FP8Config
 from ds_fp8.config.log import show
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
-from ds_fp8.graphs.conditions import code_of_others
-from ds_fp8.graphs.micro_steps import EAGER_STEPS
+from ds_fp8.graphs.conditions import unknown_code
+from ds_fp8.graphs.driver import EAGER_STEPS
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import AttentionFormat
 from ds_fp8.layers.experts.selection import expert_weights, names_of_experts
@@ -246,7 +246,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
     elif state.why_no_graphs and (slow := why_slow(linears, tokens)) is not None:
         report["notes"].append(f'{slow} ("graph": "auto")' if fp8.graph == "off" else slow)
-    if state.graphs is not None and (others := code_of_others(engine.module)) is not None:
+    if state.graphs is not None and (others := unknown_code(engine.module)) is not None:
         report["notes"].append(f"{others}: graphs keep the Python values of their capture until a check finds a change")
     return report
 

@@ -11,7 +11,7 @@ import deepspeed
 from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
-from ds_fp8.graphs.micro_steps import MicroStepGraphs
+from ds_fp8.graphs.driver import GraphDriver
 from ds_fp8.layers.convert import Conversion, casts, stop_casting
 from ds_fp8.layers.head.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
@@ -52,7 +52,7 @@ class FP8State:
         """The step in place of ZeRO-3's; None where DeepSpeed's stays."""
         self.why_no_step: str | None = None
         """Reason for which DeepSpeed's step stays."""
-        self.graphs: MicroStepGraphs | None = None
+        self.graphs: GraphDriver | None = None
         """CUDA graphs of forward and backward, where they can be captured."""
         self.why_no_graphs: str | None = None
         """Reason for which there are no graphs."""

@@ -1,10 +1,12 @@
-"""Conditions under which a micro-step can run as a CUDA graph, of an engine, its model's Python code, and one call."""
+"""Why a micro-batch cannot run as a CUDA graph: reasons of the engine, of the model's Python code, of one call.
+
+All functions are pure; the driver compares their answers over the ranks and acts.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -22,157 +24,32 @@ from ds_fp8.layers.attention.sequence_parallel import place_of_slices
 from ds_fp8.layers.experts.routing import is_routed
 from ds_fp8.layers.linear.linear import FP8Linear
 
-KNOWN_PACKAGES = frozenset({"torch", "transformers", "deepspeed", "ds_fp8", "liger_kernel", "peft"})
-"""Packages whose modules and hooks do the same in Python at every step of one shape."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_SETTINGS = (
-    *("gradient_checkpointing", "p", "dropout", "attention_dropout", "hidden_dropout", "layerdrop"),
-    *("scaling", "_disable_adapters", "_active_adapter", "merged_adapters"),  # of PEFT's layers
-)
-"""Attributes of modules that decide what is computed."""
-
-_KEPT_BY_OTHERS = frozenset({*vars(nn.Module()), "_external_params", "applied_pre_backward_ref_cnt"})
-"""Attributes of modules that torch and DeepSpeed write; DeepSpeed's others begin with ds_."""
-
-
-def hook_of_others(module: nn.Module) -> str | None:
-    """Return which hook of a model is of an unknown package, or None.
-
-    Hooks are there to be called at every step: they read activations, or change gradients, which no check sees.
-    """
-    for hook in _global_hooks():
-        if _package(hook) not in KNOWN_PACKAGES:
-            return f"all modules have a hook of {_module_of(hook)}"
-    for name, part in module.named_modules():
-        for hook in _hooks(part, _HOOKS):
-            if _package(hook) not in KNOWN_PACKAGES:
-                return f"{name or 'the model'} has a hook of {_module_of(hook)}"
-    for name, parameter in module.named_parameters():
-        for hook in _hooks(parameter, _HOOKS_OF_PARAMETERS):
-            if _package(hook) not in KNOWN_PACKAGES:
-                return f"{name} has a hook of {_module_of(hook)}"
-    return None
-
-
-def code_of_others(module: nn.Module) -> str | None:
-    """Return which class, forward or attention function of a model is of an unknown package, or None."""
-    for name, part in module.named_modules():
-        where = name or "the model"
-        if not _is_known(part):
-            return f"{where} is a {type(part).__name__} of {type(part).__module__}"
-        forward = vars(part).get("forward")
-        if forward is not None and _package(forward) not in KNOWN_PACKAGES:
-            return f"{where} has a forward of {_module_of(forward)}"
-    attention = ALL_ATTENTION_FUNCTIONS.get(_attention_of(module))
-    if attention is not None and _package(attention) not in KNOWN_PACKAGES:
-        return f"attention is a function of {_module_of(attention)}"
-    return None
-
-
-class PythonState:
-    """Attributes of the modules of unknown packages, to find those that a forward changes.
-
-    A graph leaves them as they are: a counter stands still, a tensor that is kept for others is that of an old step.
-    """
-
-    def __init__(self, module: nn.Module):
-        self._before = [
-            (name, part, self._attributes(part)) for name, part in module.named_modules() if not _is_known(part)
-        ]
-
-    def changed(self) -> str | None:
-        """Return which attribute has been given another object or length since, or None."""
-        for name, part, before in self._before:
-            now = self._attributes(part)
-            for attribute in sorted(before.keys() | now.keys()):
-                if not _is_unchanged(before.get(attribute), now.get(attribute)):
-                    return f'the forward of {name or "the model"} changes its attribute "{attribute}"'
-        return None
-
-    @staticmethod
-    def _attributes(part: nn.Module) -> dict[str, tuple[object, int]]:
-        return {
-            name: (value, len(value) if isinstance(value, (list, dict, set)) else 0)
-            for name, value in vars(part).items()
-            if name not in _KEPT_BY_OTHERS and not name.startswith("ds_")
-        }
-
-
-def _is_unchanged(before: tuple[object, int] | None, now: tuple[object, int] | None) -> bool:
-    if before is None or now is None:
-        return False
-    # Python may keep equal small values as one object or not, so these are compared by value. A tensor is compared by
-    # identity: its contents may change in place, which a graph does as well.
-    plain = isinstance(now[0], (bool, int, float, str)) and type(before[0]) is type(now[0])
-    return before[1] == now[1] and (before[0] is now[0] or (plain and before[0] == now[0]))
-
-
-def _is_known(part: nn.Module) -> bool:
-    return all(_package(code) in KNOWN_PACKAGES for code in (type(part), type(part).forward))
-
-
-def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], config: Any) -> int:
-    """Return a number that changes where a model's hooks, its code or settings of its modules have been changed.
-
-    Hooks are counted and not told apart: some programs remove DeepSpeed's for generation, and put the same ones back.
-    """
-    seen: list[object] = [len(list(_global_hooks()))]
-    for part in modules:
-        own = vars(part)
-        for name in _HOOKS:
-            seen.append(len(own[name]))
-        # By identity: a forward that was replaced on the class or on the instance is another object. Its code is not
-        # read.
-        seen += (id(type(part).forward), id(own.get("forward")))
-        for name in _SETTINGS:
-            if name in own:
-                seen.append(repr(own[name]))
-    for parameter in parameters:
-        for name in _HOOKS_OF_PARAMETERS:
-            seen.append(len(getattr(parameter, name, None) or ()))
-    config = text_config(config)
-    names = ("_attn_implementation", "output_hidden_states", "output_attentions", "use_cache", "return_dict")
-    seen += (repr(getattr(config, name, None)) for name in names)
-    return hash(tuple(seen))
-
-
-def text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _global_hooks() -> Iterator[object]:
-    for name in _HOOKS:
-        yield from getattr(of_all_modules, f"_global{name}", {}).values()
-
-
-def _hooks(owner: object, names: tuple[str, ...]) -> Iterator[object]:
-    for name in names:
-        yield from (getattr(owner, name, None) or {}).values()
-
-
-def _package(code: object) -> str:
-    return _module_of(code).partition(".")[0]
-
-
-def _module_of(code: object) -> str:
-    code = getattr(code, "func", code)  # of a functools.partial
-    return getattr(code, "__module__", None) or type(code).__module__
-
-
 COMPILED = "the module is compiled"
 SAVED_ELSEWHERE = "hooks of the caller change the tensors saved for backward"
 SHARED = 'ranks share sequences, and graphs over two NCCL communicators have not run yet; "graph": "on" captures them'
 ITEMS = "num_items_in_batch"
+# The attention implementation that reads the ends of documents on the device. "fp8_packed" computes rows of one
+# document in FP8 and others in BF16: a graph cannot branch on that.
 PACKED = "packed"
-"""The attention implementation that reads on the device where documents end. "fp8_packed" computes rows of one document
-in FP8 and others in BF16, which a graph could not tell apart."""
-MIN_DOCUMENTS = 16
+
+# Packages whose modules and hooks do the same in Python at every step of one shape.
+KNOWN_PACKAGES = frozenset({"torch", "transformers", "deepspeed", "ds_fp8", "liger_kernel", "peft"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SETTINGS = (  # attributes of modules that decide which kernels run
+    *("gradient_checkpointing", "p", "dropout", "attention_dropout", "hidden_dropout", "layerdrop"),
+    *("scaling", "_disable_adapters", "_active_adapter", "merged_adapters"),  # of PEFT's layers
+)
+_SETTINGS_OF_CONFIG = ("_attn_implementation", "output_hidden_states", "output_attentions", "use_cache", "return_dict")
+# Attributes of modules that torch and DeepSpeed write; DeepSpeed's others begin with ds_.
+_WRITTEN_BY_OTHERS = frozenset({*vars(nn.Module()), "_external_params", "applied_pre_backward_ref_cnt"})
+
+
+# ---------------------------------------------------------------- the engine
 
 
 def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step: str | None) -> str | None:
-    """Return what keeps this engine from capturing any micro-step, or None."""
+    """Return what keeps this engine from capturing any micro-batch, or None."""
     recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
     casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
     reasons = {
@@ -188,7 +65,7 @@ def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step
         # Reductions then run on the default stream, which CUDA does not capture.
         "overlap_comm is false": engine.zero_optimization_stage() == 3 and not engine.zero_overlap_comm(),
         "layers are dropped at random": (getattr(getattr(engine.module, "config", None), "layerdrop", None) or 0) > 0,
-        COMPILED: is_compiled(engine.module),
+        COMPILED: engine.module._compiled_call_impl is not None,
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
     if found is None and fp8.graph == "auto":
@@ -197,14 +74,118 @@ def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step
     return found
 
 
+# ---------------------------------------------------------------- the model's Python code
+
+
 def why_auto_disabled(module: nn.Module) -> str | None:
-    """Return why "auto" captures nothing of a model, or None."""
-    why = hook_of_others(module)
-    return why and f'{why}, which graphs would not call; if it need not be called at every step, set "graph": "on"'
+    """Return which hook of a model is of an unknown package, so that "auto" captures nothing of it, or None.
+
+    Hooks are there to be called at every step: they read activations or change gradients, which no check sees.
+    """
+
+    def hooks() -> Iterator[tuple[str, object]]:
+        yield from (("all modules have", hook) for hook in _global_hooks())
+        for owners, names in (
+            (module.named_modules(), _HOOKS),
+            (module.named_parameters(), _HOOKS_OF_PARAMETERS),
+        ):
+            for where, owner in owners:
+                for name in names:
+                    for hook in (getattr(owner, name, None) or {}).values():
+                        yield f"{where or 'the model'} has", hook
+
+    remedy = 'which graphs would not call; if it need not be called at every step, set "graph": "on"'
+    unknown = ((where, hook) for where, hook in hooks() if not _is_known(hook))
+    return next((f"{where} a hook of {_module_of(hook)}, {remedy}" for where, hook in unknown), None)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None
+def unknown_code(module: nn.Module) -> str | None:
+    """Return which class, forward or attention function of a model is of an unknown package, or None."""
+    for name, part in module.named_modules():
+        where = name or "the model"
+        if not (_is_known(type(part)) and _is_known(type(part).forward)):
+            return f"{where} is a {type(part).__name__} of {type(part).__module__}"
+        forward = vars(part).get("forward")
+        if forward is not None and not _is_known(forward):
+            return f"{where} has a forward of {_module_of(forward)}"
+    attention = ALL_ATTENTION_FUNCTIONS.get(_attention_of(module))
+    if attention is not None and not _is_known(attention):
+        return f"attention is a function of {_module_of(attention)}"
+    return None
+
+
+def attributes_of_unknown(module: nn.Module) -> dict[tuple[str, str], tuple[object, object]]:
+    """Return the attributes of the modules of unknown packages, for `changed_attribute`.
+
+    A replay writes none: a counter stands still, a tensor that is kept for others is that of an old step.
+    """
+    found = {}
+    for where, part in module.named_modules():
+        attributes = {} if _is_known(type(part)) and _is_known(type(part).forward) else vars(part)
+        for name, value in attributes.items():
+            if name in _WRITTEN_BY_OTHERS or name.startswith("ds_"):
+                continue
+            size = len(value) if isinstance(value, (list, dict, set)) else 0
+            # By value where Python may keep equal values as one object or not. Others by identity, which is unique as
+            # long as the value is held: contents of a tensor may change in place, as a replay changes them as well.
+            plain = isinstance(value, (bool, int, float, str))
+            found[where, name] = ((type(value), value) if plain else (id(value), size)), value
+    return found
+
+
+def changed_attribute(before: dict, now: dict) -> str | None:
+    """Return which attribute has been given another object or length, or None."""
+    for where, name in sorted(before.keys() | now.keys()):
+        if before.get((where, name), (None,))[0] != now.get((where, name), (None,))[0]:
+            return f'the forward of {where or "the model"} changes its attribute "{name}"'
+    return None
+
+
+def fingerprint(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], config: Any) -> int:
+    """Return a number that changes where a model's hooks, its code or settings of its modules have been changed.
+
+    Hooks are counted, not identified: some programs remove DeepSpeed's for generation, and put the same ones back.
+    """
+    seen: list[object] = [len(list(_global_hooks()))]
+    for part in modules:
+        own = vars(part)
+        for name in _HOOKS:
+            seen.append(len(own[name]))
+        # By identity: a forward that was replaced on the class or on the instance is another object.
+        seen += (id(type(part).forward), id(own.get("forward")))
+        for name in _SETTINGS:
+            if name in own:
+                seen.append(repr(own[name]))
+    for parameter in parameters:
+        for name in _HOOKS_OF_PARAMETERS:
+            seen.append(len(getattr(parameter, name, None) or ()))
+    seen += (repr(getattr(text_config(config), name, None)) for name in _SETTINGS_OF_CONFIG)
+    return hash(tuple(seen))
+
+
+def text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _attention_of(module: nn.Module) -> str | None:
+    return getattr(text_config(getattr(module, "config", None)), "_attn_implementation", None)
+
+
+def _global_hooks() -> Iterator[object]:
+    for name in _HOOKS:
+        yield from getattr(of_all_modules, f"_global{name}", {}).values()
+
+
+def _is_known(code: object) -> bool:
+    return _module_of(code).partition(".")[0] in KNOWN_PACKAGES
+
+
+def _module_of(code: object) -> str:
+    code = getattr(code, "func", code)  # of a functools.partial
+    return getattr(code, "__module__", None) or type(code).__module__
+
+
+# ---------------------------------------------------------------- one call
 
 
 def why_eager(modules: Sequence[nn.Module], device: torch.device, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
@@ -260,13 +241,10 @@ def why_not_recomputed(modules: Sequence[nn.Module]) -> str | None:
 
 
 def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, str | None]:
-    """Return what the graph of a batch must know of its rows, and why there can be none; the host waits for the device.
+    """Return the number of documents of packed rows, 0 where every row is one sequence, and why there is no graph.
 
-    It does not wait for what was noted of mask and positions (layers/attention/documents.py). transformers waits as
-    well when it builds the mask of such a batch.
-
-    Returns:
-        The number of documents of packed rows, or 0 where every row is one sequence; and the reason, or None.
+    The host waits for the device, unless mask and positions have been noted (layers/attention/documents.py).
+    transformers waits as well when it builds the mask of such a batch.
     """
     mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
     implementation = _attention_of(module)
@@ -279,7 +257,7 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     if positions is None:
         return 0, None
     if place is not None:
-        # Documents of whole rows are not known here: which there are decides between kernels, on the host.
+        # Documents of whole rows are not known here: they decide between kernels, on the host.
         if documents.first_of_run(positions) != place * positions.shape[-1]:
             return 0, "rows that ranks share hold several documents"
         return 0, None
@@ -298,48 +276,3 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
         return 0, f'rows hold several documents, and attention is "{implementation}", not "{PACKED}"'
     given = next(value for name in ("input_ids", "inputs_embeds") if (value := batch.get(name)) is not None)
     return found * (len(given) // len(positions)), None
-
-
-def _attention_of(module: nn.Module) -> str | None:
-    return getattr(text_config(getattr(module, "config", None)), "_attn_implementation", None)
-
-
-class Capacities:
-    """For how many documents the graphs of packed rows are captured.
-
-    Attention kernels take a little time for documents that are not there, and a graph is captured again for more.
-    """
-
-    def __init__(self):
-        self._max_seen: dict[object, int] = {}
-
-    def take(self, signature: object, documents: int) -> int:
-        """Return for how many documents a micro-step is captured now; 0 where every row has always been one."""
-        seen = self._max_seen[signature] = max(documents, self._max_seen.get(signature, 0))
-        # A power of two at least twice the largest number seen: few captures are repeated as batches vary.
-        return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0
-
-
-@dataclass
-class Call:
-    """A call of the module in training, and what this rank knows of it."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    pending: bool
-    """Another forward may still get its backward."""
-    batch: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of a graph, with the mask of padded rows."""
-    why: str | None = None
-    """Reason for which this rank cannot run it as a graph, or None."""
-    signature: object = None
-    documents: int = 0
-    """Documents of packed rows, 0 where every row is one."""
-    max_documents: int = 0
-    """Documents that a graph is captured for; known once the ranks have compared."""
-    ordered: bool = True
-    """On all ranks DeepSpeed knows the order of modules."""
-
-    @property
-    def padded(self) -> bool:
-        return "attention_mask" in self.batch

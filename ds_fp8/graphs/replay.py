@@ -1,52 +1,37 @@
-"""Forward and backward of a micro-batch as two CUDA graphs, gathers and reductions included; all graphs of an engine.
+"""Forward and backward of a micro-batch as two CUDA graphs, all-gathers and reduce-scatters included.
 
 Launched one by one, the kernels of a small model take the GPU less time than Python needs to launch them. A graph is
 launched at once. What it reads and writes must stay where it was captured:
 
     batch                    copied into buffers of the graph
-    FP8 shards, gradients    where they always are; their addresses are compared before every replay
+    FP8 shards, gradients    where they always are; the driver compares their addresses before every replay
     scales                   pinned (zero/masters.py)
     persistent parameters    copied into buffers of the graph, for every step gathers them elsewhere
-    gathered weights,
+    unsharded weights,
     activations              memory of the graph
 
-DeepSpeed's hooks run at the capture alone, and so does all other Python. A micro-step that Python would do in another
-way the next time (a measured one, another shape, a layer that has moved to BF16) runs eagerly, or is captured again.
-The kernels are the same, and so are their results bit for bit; agreement.py compares them now and then.
-
-The graphs of an engine are captured on one stream into one pool, which keeps the activations of one micro-step. Nothing
-outside of a graph is allocated there, so eager work beside them (evaluation, measured micro-steps) needs other memory.
-Where that is short they are freed, and captured again behind it.
+DeepSpeed's hooks run at the capture alone, and so does all other Python. The kernels are the eager ones, and so are
+their results bit for bit; the driver checks that now and then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_fp8.graphs.capture import (
-    masks_as_outside,
-    memory_of_other_streams_reused,
-    process_groups_used,
-    random_states_unread,
-    streams_unrecorded,
-    without_garbage_collection,
-)
-from ds_fp8.graphs.conditions import Call
-from ds_fp8.zero import streams
-from ds_fp8.zero.collectives import WireMeter
+from ds_fp8.graphs.agreement import State
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
-from ds_fp8.zero.gradients import GradientShards
 from ds_fp8.zero.streams import profiled
 
-MAX_INTERVAL = 512
-"""Replays after which a graph is checked at the latest."""
+MIN_DOCUMENTS = 16
+MAX_INTERVAL = 512  # replays after which a graph is checked at the latest
+OFF = 'a CUDA graph keeps the activations of one forward; set "graph": "off"'
 
 
 class CheckSchedule:
@@ -66,71 +51,134 @@ class CheckSchedule:
         self._next = self.replays + min(max(self.replays, 1), MAX_INTERVAL)
 
 
-OFF = 'a CUDA graph keeps the activations of one forward; set "graph": "off"'
+class Shape:
+    """Micro-batches that one graph can run, as this rank knows them."""
+
+    def __init__(self) -> None:
+        self.graph: MicroBatchGraph | None = None
+        self.reason: str | None = None  # why its capture failed
+        self.eager_runs = [0, 0]  # since the last reset, of plain and of packed rows: these have other kernels
+        self.most_documents = 0  # of packed rows, of any rank, so far
+        self.used: set[int] = set()  # places of the outputs that have received a gradient
+        self.spread: list[float] = []  # largest distances between the outputs of replays of one micro-batch
+        self.check_bytes = 0  # memory of a check next to the graph, as measured before its capture
+
+    def agree(self, most_documents: int, held: int, runs: tuple[int, int], needed: int) -> State:
+        """Return the state on all ranks: from the most documents of any, and the least that their graphs hold."""
+        self.most_documents = max(most_documents, self.most_documents)
+        if held >= most_documents:  # a graph that one rank must capture again, all do
+            return State.CAPTURED
+        return State.READY if runs[self.packed] >= needed else State.WARM
+
+    @property
+    def packed(self) -> bool:
+        return self.most_documents > 0
+
+    def capacity(self) -> int:
+        """Return for how many documents it is captured; 0 where every row has always been one."""
+        # A power of two at least twice the largest number seen: few captures are repeated as batches vary, and
+        # attention kernels take little time for documents that are not there.
+        seen = self.most_documents
+        return max(MIN_DOCUMENTS, 1 << (2 * seen - 1).bit_length()) if seen else 0
 
 
-class _Token:
-    """Lives as long as the autograd graph of a replayed forward."""
+@dataclass
+class Call:
+    """A call of the module in training, and what this rank knows of it."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    outstanding: bool  # another forward may still get its backward
+    why: str | None = None  # why this rank cannot run it as a graph
+    batch: Mapping[str, Any] = field(default_factory=dict)  # arguments of a graph, with the mask of padded rows
+    signature: object = None
+    shape: Shape = field(default_factory=Shape)
+    documents: int = 0  # of packed rows; 0 where every row is one
+    ordered: bool = True  # on all ranks DeepSpeed knows the order of modules
+
+    @property
+    def padded(self) -> bool:
+        return "attention_mask" in self.batch
+
+
+class Forward:
+    """A forward whose backward may still come: held by the autograd graph of its outputs and by nobody else."""
+
+    def __init__(self, used: set[int] | None = None):
+        self.used = set() if used is None else used  # places of the outputs that have received a gradient
+        self.done = False
+
+
+class _Watched(torch.autograd.Function):
+    """Notes the gradient of an output at a place: a hook would be lost where it is a view, and changed in place."""
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, forward: Forward, place: int) -> torch.Tensor:
+        ctx.of, ctx.place = forward, place
+        return output.detach()  # and not the output itself, of which autograd makes a view
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        ctx.of.used.add(ctx.place)
+        ctx.of.done = True
+        return gradient, None, None
+
+
+def watched(output: Any, used: set[int]) -> tuple[Any, weakref.ref[Forward]]:
+    """Return the outputs of an eager forward, and the forward, which is gone with them or done after their backward.
+
+    Outputs with gradients are aliases: an output may be what another one is computed from, and gets a gradient from
+    that as well, or a view. Places of those that receive a gradient are added to `used`.
+    """
+    forward = Forward(used)
+    leaves, structure = tree_flatten(output)
+    for place, leaf in enumerate(leaves):
+        if torch.is_tensor(leaf) and leaf.requires_grad:
+            leaves[place] = _Watched.apply(leaf, forward, place)
+    return tree_unflatten(leaves, structure), weakref.ref(forward)
 
 
 class _Replay(torch.autograd.Function):
-    """The forward that has been replayed, as autograd sees it: outputs, whose backward replays the other graph."""
+    """A replayed forward, as autograd sees it: outputs, whose backward replays the other graph."""
 
     @staticmethod
-    def forward(ctx, anchor: torch.Tensor, graph: MicroStepGraph, token: _Token) -> tuple[torch.Tensor, ...]:
-        ctx.graph, ctx.token = graph, token
-        # None for outputs that the loss does not depend on, and not zeros: `replay_backward` tells them apart.
+    def forward(ctx, anchor: torch.Tensor, graph: MicroBatchGraph, forward: Forward) -> tuple[torch.Tensor, ...]:
+        ctx.graph, ctx.of = graph, forward
+        # None for outputs that the loss does not depend on, and not zeros: `replay_backward` must know them.
         ctx.set_materialize_grads(False)
         return graph.copies(graph.differentiable)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: torch.Tensor | None):
-        ctx.graph.replay_backward(gradients, ctx.token)
+        ctx.graph.replay_backward(gradients, ctx.of)
         return None, None, None
 
 
-class MicroStepGraph:
-    """The graphs of forward and backward of one signature, and the memory that connects them to the world."""
+class MicroBatchGraph:
+    """The graphs of forward and backward of one shape, and the memory between them and their callers."""
 
     def __init__(
         self,
-        call: Callable[..., Any],
-        batch: Mapping[str, Any],
-        max_documents: int,
-        used: Collection[int],
+        call_module: Callable[..., Any],
+        call: Call,
         micro_step: MicroStep,
-        gradients: GradientShards,
-        wire: WireMeter,
-        addresses: tuple[int, ...],
         capturing: Callable[[torch.cuda.CUDAGraph], AbstractContextManager],
     ):
-        """Capture both graphs; nothing is computed.
-
-        Args:
-            call: The module, to be called with `batch` by name.
-            batch: Tensors, whose values are copied at every replay, and plain values, which are part of the graph.
-            max_documents: Documents that packed rows may hold; 0 where every row is one sequence.
-            used: Places of the outputs that get a gradient.
-            micro_step: DeepSpeed's part of it.
-            gradients: Gradient shards that its reductions add to.
-            wire: Counts the bytes.
-            addresses: Addresses of the memory outside the graphs that they read and write.
-            capturing: Captures what is enqueued inside of it.
-        """
-        self._gradients, self._wire, self.addresses, self._micro_step = gradients, wire, addresses, micro_step
-        self.max_documents = max_documents
+        """Capture both graphs, each inside `capturing`; nothing is computed."""
+        self.max_documents = call.shape.capacity()
+        self.addresses = micro_step.addresses()  # of what both graphs read and write outside of their own memory
         self.schedule = CheckSchedule()
-        self._batch = {
-            name: value.detach().clone() if torch.is_tensor(value) else value for name, value in batch.items()
-        }
+        self.kept_bytes = 0  # growth of the pool by this graph: later graphs reuse what earlier ones hold
+        self._micro_step = micro_step
+        # Values of tensors are copied at every replay; plain values are part of the graph.
+        self._batch = {name: x.detach().clone() if torch.is_tensor(x) else x for name, x in call.batch.items()}
         self._persistent = [(p, p.data.clone()) for p in micro_step.persistent]
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Weak, so that only the autograd graph keeps the token alive.
-        self._token: weakref.ref[_Token] | None = None
+        self._last: weakref.ref[Forward] | None = None  # the last replay; weak, for autograd alone keeps it alive
+        self._progress: object = None  # what had been reduced when it was launched
         # An input that requires a gradient: without one autograd would not call the backward of _Replay.
-        self._anchor = torch.zeros((), device=gradients.device, requires_grad=True)
-        arrived, sent = gradients.arrived, wire.sent()
+        self._anchor = torch.zeros((), device=micro_step.device, requires_grad=True)
         state, outside = micro_step.remember(), [p.data for p, _ in self._persistent]
         try:
             for parameter, static in self._persistent:
@@ -138,16 +186,15 @@ class MicroStepGraph:
                 # elsewhere after every step, so that a replay first copies them here.
                 parameter.data = static
             with capturing(self._forward):
-                output = call(**self._batch)
+                output = call_module(**self._batch)
                 leaves, self._structure = tree_flatten(output)
                 self.differentiable = differentiable(leaves)
-                self._used = [place for place in self.differentiable if place in used]
+                self._used = [place for place in self.differentiable if place in call.shape.used]
                 if not self._used:
                     raise ValueError("no output of the model has received a gradient")
                 # Memory of the pool, rewritten by the next replay: callers get copies, these stay inside.
                 self._leaves = [leaf.detach() if torch.is_tensor(leaf) else leaf for leaf in leaves]
-                # Gathers that were fetched ahead must join the capture before it ends; the backward graph gathers
-                # again.
+                # Prefetched all-gathers must join the capture before it ends; the backward graph gathers again.
                 micro_step.finish_gathers()
             roots = [leaves[place] for place in self._used]
             # Buffers that the backward graph reads. Allocated outside of it, hence not in memory that the pool reuses.
@@ -161,51 +208,44 @@ class MicroStepGraph:
                 micro_step.finish_backward()
         finally:
             for (parameter, _), data in zip(self._persistent, outside, strict=True):
-                # The user's code sees the parameters where DeepSpeed left them.
-                parameter.data = data
-            # Nothing has been computed yet.
-            self._arrives, self._sends = gradients.arrived, wire.sent() - sent
-            gradients.arrived = arrived
-            wire.subtract(self._sends)
-            micro_step.restore(state)
+                parameter.data = data  # where DeepSpeed left it
+            # Nothing has been computed: what the hooks counted is taken back, and counted at every replay.
+            self._counted = micro_step.restore(state)
 
     def close(self) -> None:
         """Free the graphs; NCCL ends no communicator while one that it is captured in exists."""
-        self._token = None
+        self._last = None
         self._forward.reset()
         self._backward.reset()
-        self._output_gradients = []
-        self._leaves.clear()
-        self._batch.clear()
-        self._persistent.clear()
+        for held in (self._output_gradients, self._leaves, self._batch, self._persistent):
+            held.clear()
 
     @property
     def pending(self) -> bool:
         """Return whether the last forward may still get its backward: its activations must stay."""
-        return self._token is not None and self._token() is not None
+        return self._last is not None and self._last() is not None
 
     def replay(self, batch: Mapping[str, Any]) -> Any:
         self.launch_forward(batch)
-        # Held by the autograd graph of this forward and by nobody else: once the caller drops the loss the token dies,
-        # and `pending` knows that no backward will come. Reference counting, so it is known at once.
-        token = _Token()
-        self._token = weakref.ref(token)
+        # By reference counting `pending` is False as soon as the caller drops the loss.
+        forward = Forward()
+        self._last = weakref.ref(forward)
         # The backward adds to the shards or overwrites them, as captured. Whatever changes that between forward and
         # backward (another backward, a step) makes the replay wrong, and it is refused.
-        self._before = self._micro_step.accumulates, self._gradients.arrived
-        with_gradient = iter(_Replay.apply(self._anchor, self, token))
+        self._progress = self._micro_step.progress
+        with_gradient = iter(_Replay.apply(self._anchor, self, forward))
         others = iter(self.copies([place for place in range(len(self._leaves)) if place not in self.differentiable]))
         leaves = [next(with_gradient if place in self.differentiable else others) for place in range(len(self._leaves))]
         return tree_unflatten(leaves, self._structure)
 
     def launch_forward(self, batch: Mapping[str, Any]) -> None:
         """Compute the outputs of a batch in the memory of the graph; they are `copies`."""
-        for name, mine in self._batch.items():
-            if torch.is_tensor(mine):
+        for name, static in self._batch.items():
+            if torch.is_tensor(static):
                 # On the current stream, the one that the replay is launched on: the copy lies before the graph.
-                mine.copy_(batch[name], non_blocking=True)
+                static.copy_(batch[name], non_blocking=True)
         if self._persistent:
-            torch._foreach_copy_([mine for _, mine in self._persistent], [p.data for p, _ in self._persistent])
+            torch._foreach_copy_([static for _, static in self._persistent], [p.data for p, _ in self._persistent])
         with profiled("graph"):
             self._forward.replay()
 
@@ -214,16 +254,11 @@ class MicroStepGraph:
         chosen = self._leaves if places is None else [self._leaves[place] for place in places]
         return tuple(leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in chosen)
 
-    def replay_backward(self, gradients: Sequence[torch.Tensor | None], token: _Token) -> None:
-        """Add the gradients of a replayed forward to the shards.
-
-        Raises:
-            RuntimeError: The forward is not the last one, or has had its backward; another one came in between; or an
-                output has a gradient that had none before the capture.
-        """
-        if self._token is None or self._token() is not token:
+    def replay_backward(self, gradients: Sequence[torch.Tensor | None], forward: Forward) -> None:
+        """Add the gradients of a replayed forward to the shards; RuntimeError where that would be wrong."""
+        if self._last is None or self._last() is not forward:
             raise RuntimeError(f"this forward has had its backward, or another forward has followed it: {OFF}")
-        if self._before != (self._micro_step.accumulates, self._gradients.arrived) or self._micro_step.reducing:
+        if self._progress != self._micro_step.progress or self._micro_step.reducing:
             raise RuntimeError(
                 f"gradients of another forward came between this one and its backward, as where one backward has the "
                 f"losses of several forwards: {OFF}"
@@ -235,21 +270,15 @@ class MicroStepGraph:
                 f"output {unexpected[0]} of the model has a gradient, and had none when its CUDA graph was captured; "
                 'set "graph": "off"'
             )
-        # From here on the activations may be overwritten: a second backward is refused above.
-        self._token = None
-        for place, mine in zip(self._used, self._output_gradients, strict=True):
+        self._last = None  # the activations may be overwritten: a second backward is refused above
+        for place, static in zip(self._used, self._output_gradients, strict=True):
             if place in given:
-                mine.copy_(given[place])
+                static.copy_(given[place])
             else:
-                # The capture computes gradients of all used outputs; an output that this loss leaves out contributes
-                # zero.
-                mine.zero_()
+                static.zero_()  # captured as used, and this loss leaves it out
         with profiled("graph"):
             self._backward.replay()
-        # Bookkeeping that Python did at the capture and that a replay does not run: which gradients arrived, bytes
-        # sent.
-        self._gradients.arrived |= self._arrives
-        self._wire.add(self._sends)
+        self._micro_step.count(self._counted)
 
 
 def differentiable(leaves: Sequence[Any]) -> list[int]:
@@ -260,145 +289,3 @@ def differentiable(leaves: Sequence[Any]) -> list[int]:
     if not places:
         raise ValueError("the model returns no tensor with a gradient")
     return places
-
-
-HEADROOM = 0.03
-"""Share of the GPU's memory that must be free beside graphs, or there are none."""
-
-Make = Callable[[Callable[[torch.cuda.CUDAGraph], AbstractContextManager]], MicroStepGraph]
-
-
-class CapturedGraphs:
-    """Graphs by the signature of their micro-steps."""
-
-    def __init__(self, device: torch.device, micro_step: MicroStep):
-        self._device, self._micro_step = device, micro_step
-        self.stream = torch.cuda.Stream(device)
-        """Stream on which graphs are captured."""
-        self._graphs: dict[object, MicroStepGraph] = {}
-        self._pool: object | None = None
-        self._groups = {group.group_name for group in micro_step.groups}
-        """Names of the process groups whose collectives are in graphs."""
-        self.needs_dry_run = True
-        """True if the next capture is tried out first."""
-        self.kept_bytes = 0
-        """Memory of the graphs' own."""
-        self.check_bytes = 0
-        """Memory that a check takes beside them, as measured before they were captured."""
-        self.replays = 0
-        """Replays since graphs were last freed."""
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def get(self, signature: object) -> MicroStepGraph | None:
-        return self._graphs.get(signature)
-
-    @property
-    def pending(self) -> bool:
-        """Return whether a forward may still get its backward: its activations are in the memory of all graphs."""
-        return any(graph.pending for graph in self._graphs.values())
-
-    def forget(self) -> None:
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
-        # The memory of a pool goes back with its last graph; the next capture begins another pool.
-        self._pool, self.kept_bytes, self.replays = None, 0, 0
-
-    def process_group_ends(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """Free the graphs if their collectives use a process group that is about to end; None: the process ends."""
-        if group is None or group.group_name in self._groups:
-            self.forget()
-
-    def replay(self, graph: MicroStepGraph, batch: Mapping[str, Any]) -> Any:
-        self.replays += 1
-        graph.schedule.replays += 1
-        return graph.replay(batch)
-
-    def capture(self, make: Make, call: Call, drawn: bool) -> tuple[MicroStepGraph, int]:
-        """Return a graph and the bytes that it keeps; it is not known before `add`."""
-
-        # Called twice by MicroStepGraph: forward and backward are two graphs of one pool.
-        def capturing(graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
-            return self._capturing(graph, call, drawn)
-
-        with without_garbage_collection(), process_groups_used(self._groups):
-            if not call.ordered:
-                with self._micro_step.order_recorded():
-                    self._dry_run(make, capturing)
-            elif self.needs_dry_run:
-                self._dry_run(make, capturing)
-            # One pool for all graphs: only one micro-step is under way at a time (`pending`), so their activations may
-            # share it.
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            # What the dry run left in the cache is not of the pool, and would stand beside it as memory that nobody can
-            # use.
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved(self._device)
-            with memory_of_other_streams_reused():
-                graph = make(capturing)
-        self._check_headroom(graph)
-        return graph, torch.cuda.memory_reserved(self._device) - before
-
-    def _dry_run(self, make: Make, capturing: Callable[[torch.cuda.CUDAGraph], AbstractContextManager]) -> None:
-        """Capture into a pool that is thrown away: with stream reuse on, torch aborts if a backward capture fails."""
-        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
-        try:
-            # Nothing of the dry run is ever read, so its memory may be overwritten while another stream would still use
-            # it.
-            with streams_unrecorded():
-                graph = make(capturing)
-            if not self._graphs:  # others would share their memory with it
-                self._check_headroom(graph)
-            graph.close()
-        finally:
-            self._pool = pool
-
-    def add(self, signature: object, graph: MicroStepGraph, kept: int) -> None:
-        self._graphs[signature] = graph
-        # Growth of the pool by this graph alone: later graphs reuse what earlier ones hold, and keep little more.
-        self.kept_bytes += kept
-
-    @contextlib.contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, call: Call, drawn: bool) -> Iterator[None]:
-        """Capture what is enqueued inside, on DeepSpeed's streams too."""
-        # [Note: fork and join] A capture begins on one stream. Others join it by waiting for that stream (fork), and
-        # must be waited for before it ends (join), or CUDA refuses the graph. Gathers and reductions run on these two.
-        sides = self._micro_step.side_streams()
-        # Other threads (NCCL's watchdog, the loader of batches) may go on calling CUDA.
-        captured = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
-        unthrottled, masks = self._micro_step.unthrottled(), masks_as_outside(call.max_documents, call.padded)
-        with captured, streams.capture(), unthrottled, masks, random_states_unread(drawn):
-            for side in sides:
-                side.wait_stream(self.stream)
-            yield
-            for side in sides:
-                self.stream.wait_stream(side)
-
-    def _check_headroom(self, graph: MicroStepGraph) -> None:
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        if free < HEADROOM * total:
-            graph.close()
-            raise torch.OutOfMemoryError(f"CUDA graphs would leave {free / 2**30:.2f} GiB of the GPU's memory free")
-
-    def memory_of_check(self, compute: Callable[[], list[Any]]) -> int:
-        """Return the bytes that Python needs beside a graph to compute its outputs, and for two copies of the graph's.
-
-        Those of the forward that is compared and of a replay that tells how far apart replays are.
-        """
-        # Not by the peak of what is allocated: resetting it would change the user's own figures, and pieces between
-        # blocks count, too.
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self._device)
-        copies = 2 * sum(output.nbytes for output in compute() if torch.is_tensor(output))
-        return torch.cuda.memory_reserved(self._device) - before + copies
-
-    def has_room(self, needed: int) -> bool:
-        """Return whether so many bytes can be had beside the graphs."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        # Eager kernels can use what the allocator has cached. The pool's blocks count as cached too, but only graphs
-        # get them: kept_bytes is taken off.
-        reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
-        return free + reserved - allocated - self.kept_bytes >= needed

@@ -1,4 +1,4 @@
-"""MicroStepGraphs on a machine without a GPU: all of its code, with graphs that are lists of operations.
+"""GraphDriver on a machine without a GPU: all of its code, with graphs that are lists of operations.
 
 As a CUDA graph, such a list has every Python value that its recording met, and all tensors where they were: what a
 replay reads and writes lies at the same addresses. Recording computes, which a capture does not, so that what it writes
@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import ds_fp8
 from ds_fp8.engine import attach
-from ds_fp8.graphs import micro_steps
-from ds_fp8.graphs.capture import masks_as_outside, process_groups_used
-from ds_fp8.graphs.replay import CapturedGraphs
+from ds_fp8.graphs import driver
+from ds_fp8.graphs.capture import GraphPool
+from ds_fp8.zero.deepspeed.micro_step import MicroStep
 from tests.zero import models
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -111,47 +111,48 @@ class _Recording(TorchDispatchMode):
             storage.copy_(before)
 
 
-class RecordedGraphs(CapturedGraphs):
-    """The graphs of an engine, as lists of operations. `log` says what was done."""
+class RecordedPool(GraphPool):
+    """Captures lists of operations, by all code of a capture but CUDA's. `log` says what was done."""
 
-    dry_runs = 0
     room = True
 
-    def __init__(self, device, micro_step):
-        self.log = []
+    def __init__(self, micro_step):
+        self.log, self._recordings = [], []
         with mock.patch.object(torch.cuda, "Stream"):
-            super().__init__(device, micro_step)
+            super().__init__(micro_step)
 
-    def capture(self, make, call, drawn):
-        self.log.append(f"captured for {call.max_documents}" + ", padded" * call.padded)
-
-        @contextlib.contextmanager
-        def capturing(graph):
-            recording, state = _Recording(graph), torch.get_rng_state()
-            # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
-            waited = mock.patch.object(torch.distributed.Work, "wait", _already)
-            with masks_as_outside(call.max_documents, call.padded), waited, recording:
-                yield
-            recordings.append(recording)
-            torch.set_rng_state(state)
-
-        recordings = []
+    def capture(self, call_module, call, draws):
+        self.log.append(f"captured for {call.shape.capacity()}" + ", padded" * call.padded)
+        self.log += ["in the order of a dry run"] * (not call.ordered)
+        cuda = {"CUDAGraph": OperationList, "graph": self._record, "graph_pool_handle": object}
+        memory = {"empty_cache": lambda: None, "memory_reserved": lambda _: 0, "mem_get_info": lambda _: (1, 1)}
         try:
-            with mock.patch.object(torch.cuda, "CUDAGraph", OperationList), process_groups_used(self._groups):
-                if not call.ordered:
-                    self.log.append("in the order of a dry run")
-                    with self._micro_step.order_recorded():
-                        make(capturing)
-                    self._restore(recordings)
-                graph = make(capturing)
+            with mock.patch.multiple(torch.cuda, **cuda, **memory):
+                graph = super().capture(call_module, call, draws)
         finally:
-            self._restore(recordings)
+            self._restore()
         graph.close = self._logged(graph.close, "closed")
-        return graph, 0
+        return graph
 
-    def _restore(self, recordings):
-        while recordings:  # backward wrote last
-            recordings.pop().restore()
+    def _dry_run(self, make):
+        try:
+            super()._dry_run(make)
+        finally:
+            self._restore()
+
+    @contextlib.contextmanager
+    def _record(self, graph, pool, stream, capture_error_mode):
+        assert pool is not None
+        recording, state = _Recording(graph), torch.get_rng_state()
+        # Collectives are waited for when they are recorded; gloo's wait would copy what it has received once more.
+        with mock.patch.object(torch.distributed.Work, "wait", _already), recording:
+            yield
+        self._recordings.append(recording)
+        torch.set_rng_state(state)
+
+    def _restore(self):
+        while self._recordings:  # backward wrote last
+            self._recordings.pop().restore()
 
     def _logged(self, function, word):
         def with_log():
@@ -160,49 +161,48 @@ class RecordedGraphs(CapturedGraphs):
 
         return with_log
 
-    def replay(self, graph, batch):
-        self.log.append(f"replayed for {graph.max_documents}")
-        return super().replay(graph, batch)
-
     def memory_of_check(self, compute):
         compute()
         assert self.log.pop() == "eager"
         return 0
 
-    def has_room(self, needed):
+    def has_room(self, needed, kept):
         return self.room
 
+    def recover(self):
+        pass
 
-class Graphs(micro_steps.MicroStepGraphs):
+
+class Graphs(driver.GraphDriver):
     """All of it, with lists of operations in place of CUDA graphs."""
 
     def __init__(self, engine, auto=False):
         fp8 = engine.fp8
-        with mock.patch.object(micro_steps, "CapturedGraphs", RecordedGraphs):
-            super().__init__(
-                engine,
-                fp8.step.gradients,
-                fp8.weights,
-                fp8.wire,
-                lambda line: fp8.health.say(line),
-                fp8.monitor,
-                auto=auto,
-            )
-        self.log = self._graphs.log
-        self._micro_step.start_clock = lambda: None
-        self._eager._aside = self._launch_eagerly
-        self._checks.launch = self._logged_check(self._checks.launch)
+        micro_step = MicroStep(engine, fp8.step.gradients, fp8.weights, fp8.wire)
+        micro_step.start_clock = lambda: None
+        with mock.patch.object(driver, "GraphPool", RecordedPool):
+            super().__init__(engine, micro_step, lambda line: fp8.health.say(line), fp8.monitor, auto)
+        self.log = self._pool.log
 
-    def _launch_eagerly(self, args, kwargs):
+    def _call_aside(self, call):
         self.log.append("eager")
-        return self._stock(*args, **kwargs)
+        return self._call_module(*call.args, **call.kwargs)
 
-    def _logged_check(self, launch):
-        def with_log(*args):
-            self.log.append("checked")
-            return launch(*args)
+    def _replay(self, call):
+        self.log.append(f"replayed for {call.shape.graph.max_documents}")
+        return super()._replay(call)
 
-        return with_log
+    def _check(self, call):
+        self.log.append("checked")
+        return super()._check(call)
+
+
+def log_of(engine, wanted=True, auto=False):
+    """Give an engine its graphs, and return the list of what they do; an empty one where none are wanted."""
+    if not wanted:
+        return []
+    engine.fp8.graphs = Graphs(engine, auto)
+    return engine.fp8.graphs.log
 
 
 class Around(torch.nn.Module):

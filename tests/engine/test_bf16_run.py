@@ -10,7 +10,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.layers.convert import convert
 from ds_fp8.report.runs import RunRecord
-from tests.engine.graphs_in_python import Graphs, engine_of, model_of, take_step
+from tests.engine.graphs_in_python import engine_of, log_of, model_of, take_step
 from tests.engine.test_graph_decisions import REPLAYED, forward
 from tests.layers.hugging_face import causal_lm
 from tests.report.runs import finished_run
@@ -41,10 +41,7 @@ def trained(engine):
 def ours(graphs):
     """The same through this package, what its graphs did, and what the engine says of itself."""
     engine, _ = engine_of(fp8=IN_BF16)
-    log = []
-    if graphs:
-        engine.fp8.graphs = Graphs(engine)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, graphs)
     found = trained(engine)
     report, log, own_step = engine.fp8.report, list(log), engine.fp8.step is not None
     engine.destroy()

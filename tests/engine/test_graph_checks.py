@@ -10,10 +10,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ds_fp8.graphs.conditions import PythonState, code_of_others
-from ds_fp8.graphs.micro_steps import PAID_AFTER
+from ds_fp8.graphs.conditions import attributes_of_unknown, changed_attribute, unknown_code
+from ds_fp8.graphs.driver import PAID_AFTER
 from ds_fp8.graphs.replay import MAX_INTERVAL, CheckSchedule
-from tests.engine.graphs_in_python import Around, Graphs, engine_of, model_of, take_step
+from tests.engine.graphs_in_python import Around, Graphs, engine_of, log_of, model_of, take_step
 
 SCHEDULE = {"factor": 1.0}
 """What the attention of these tests reads at every call."""
@@ -60,10 +60,7 @@ def with_schedule(folder):
     """Train beside a schedule; return figures, what became of each step, and what was said."""
     register()
     engine, said = engine_of("scheduled")
-    log = []
-    if folder is not None:
-        engine.fp8.graphs = Graphs(engine, auto=True)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, folder is not None, auto=True)
     happened = []
 
     def before(step):
@@ -140,10 +137,7 @@ class Counted(Around):
 def counted(kind):
     torch.manual_seed(0)
     engine, _ = engine_of(model=Counted(model_of(attention_dropout=0.1)), fp8={"monitor": {"every": 7}})
-    log = []
-    if kind != "launched":
-        engine.fp8.graphs = Graphs(engine, auto=True)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, kind != "launched", auto=True)
     torch.manual_seed(1)
     found = []
     unchecked = mock.patch.object(CheckSchedule, "due", property(lambda self: False))
@@ -178,10 +172,7 @@ class Penalised(Around):
 
 def penalised(captured):
     engine, said = engine_of(model=Penalised(model_of()))
-    log = []
-    if captured:
-        engine.fp8.graphs = Graphs(engine)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, captured)
     found = [take_step(engine, engine(**batch(step))) for step in range(8)]
     engine.destroy()
     return found, log, [line for line in said if "off" in line]
@@ -272,12 +263,11 @@ def test_attributes_that_a_forward_writes_are_found(attribute, before, change):
     module = _of_others()
     if attribute != "fresh":
         setattr(module, attribute, before)
-    state = PythonState(module)
-    assert state.changed() is None
+    before = attributes_of_unknown(module)
     module.ds_grads_remaining = 3  # DeepSpeed's
-    assert state.changed() is None
+    assert changed_attribute(before, attributes_of_unknown(module)) is None
     change(module)
-    assert f'changes its attribute "{attribute}"' in state.changed()
+    assert f'changes its attribute "{attribute}"' in changed_attribute(before, attributes_of_unknown(module))
 
 
 def _of_others():
@@ -290,8 +280,8 @@ def _of_others():
 
 def test_a_registered_attention_function_is_code_of_others():
     register()
-    assert "attention is a function of tests.engine.test_graph_checks" in code_of_others(model_of("scheduled"))
-    assert code_of_others(model_of("sdpa")) is None
+    assert "attention is a function of tests.engine.test_graph_checks" in unknown_code(model_of("scheduled"))
+    assert unknown_code(model_of("sdpa")) is None
 
 
 def test_checks_come_often_at_first_and_never_end():
@@ -311,7 +301,7 @@ def short_of_memory(known, room_from, auto):
     graphs = engine.fp8.graphs = Graphs(engine, auto=auto)
     log = []
     for step in range(8):
-        graphs._graphs.room = step >= room_from
+        graphs._pool.room = step >= room_from
         train(engine, [step])
         log.append(words(graphs.log))
     engine.destroy()
@@ -330,7 +320,7 @@ def test_where_memory_is_short_other_code_has_no_graphs(ranks, auto):
     log, said = ranks(1, short_of_memory, False, 8, auto)[0]
     assert log[2].startswith("captured for 0, closed")
     assert set(log[3:]) == {""}  # nothing is asked any more
-    assert "memory beside them is short" in said[-1]
+    assert "too little memory is free next to them" in said[-1]
 
 
 def freed(paid):
@@ -339,9 +329,9 @@ def freed(paid):
     graphs = engine.fp8.graphs = Graphs(engine)
     log = []
     for step in range(8):
-        graphs._graphs.room = step != 5
+        graphs._pool.room = step != 5
         if step == 5 and paid:
-            graphs._graphs.replays = PAID_AFTER
+            graphs._graphs[0].schedule.replays = PAID_AFTER
         train(engine, [step])
         log.append(words(graphs.log))
     engine.destroy()
@@ -354,4 +344,4 @@ def test_graphs_give_way_to_a_measured_step(ranks, paid, after):
     assert log[4] == "replayed for 0"
     assert log[5].startswith("closed")
     assert log[6] == after
-    assert any("memory beside them is short" in line for line in said) is not paid
+    assert any("too little memory is free next to them" in line for line in said) is not paid

@@ -1,18 +1,18 @@
 """Decisions on graphs of micro-steps: ranks agree, no gradient is lost, and what has changed is captured anew."""
 
 import itertools
-from dataclasses import fields
 
 import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.graphs import micro_steps
-from ds_fp8.graphs.agreement import LEAST_TIMEOUT, Action, Facts, RankAgreement, decide
-from ds_fp8.graphs.conditions import code_of_others, fingerprint, hook_of_others
+from ds_fp8.graphs import driver
+from ds_fp8.graphs.agreement import LEAST_TIMEOUT, Action, Facts, State, decide, group_of_all_ranks
+from ds_fp8.graphs.conditions import fingerprint, unknown_code, why_auto_disabled
+from ds_fp8.graphs.replay import Shape
 from ds_fp8.zero.deepspeed.hooks import CheckpointState
 from ds_fp8.zero.deepspeed.methods import before_load
-from tests.engine.graphs_in_python import Graphs, engine_of, take_step
+from tests.engine.graphs_in_python import Graphs, engine_of, log_of, take_step
 
 REPLAYED, CHECKED = "replayed for 0", "checked, eager"
 
@@ -28,10 +28,7 @@ def forward(engine, length=64, step=0, padded=False):
 def several_forwards(graphs, order):
     """Loss and gradient norm of steps of one forward, then of one step of two."""
     engine, _ = engine_of()
-    log = []
-    if graphs:
-        engine.fp8.graphs = Graphs(engine)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, graphs)
     found = [take_step(engine, forward(engine, step=step)) for step in range(8)]
     lengths = {"eager first": [(48, True), (64, False)], "graph first": [(64, False), (48, True)]}[order]
     try:
@@ -74,20 +71,20 @@ def test_training_that_always_has_several_forwards_captures_nothing(ranks):
 def of_one_rank(what, most=None):
     """Run steps between which something happens on rank 0 alone; return what became of them, losses, what was said."""
     engine, said = engine_of()
-    before, micro_steps.MAX_GRAPHS = micro_steps.MAX_GRAPHS, most or micro_steps.MAX_GRAPHS
+    before, driver.MAX_GRAPHS = driver.MAX_GRAPHS, most or driver.MAX_GRAPHS
     graphs = engine.fp8.graphs = Graphs(engine)
     losses = [take_step(engine, forward(engine, length, step))[0] for step, length in enumerate((64, 64, 64, 48, 48))]
     if dist.get_rank() == 0:
         what(graphs)
     losses += [take_step(engine, forward(engine, 48, step))[0] for step in (5, 6)]
-    micro_steps.MAX_GRAPHS = before
+    driver.MAX_GRAPHS = before
     log = list(graphs.log)
     engine.destroy()
     return log, losses, said
 
 
 def evict(graphs):
-    graphs._graphs.forget()
+    graphs._free()
 
 
 def evaluate(graphs):
@@ -99,18 +96,21 @@ def give_up(graphs):
 
 
 def run_short(graphs):
-    graphs._graphs.room = False
+    graphs._pool.room = False
 
 
 def fail_to_capture(graphs):
     """Rank 0 alone remembers two captures that failed: the model has changed on the other one since."""
-    graphs._refused, capture = {"one": "", "another": ""}, graphs._graphs.capture
+    capture = graphs._pool.capture
+    for name in ("one", "another"):
+        graphs._shapes[name] = Shape()
+        graphs._shapes[name].reason = ""
 
     def fails(*args):
         capture(*args)
         raise ValueError("not this shape")
 
-    graphs._graphs.capture = fails
+    graphs._pool.capture = fails
 
 
 AGREED = [
@@ -161,7 +161,9 @@ def test_what_has_changed_in_python_is_captured_anew(ranks):
     assert log[:12] == ["eager", "eager", captured, REPLAYED, *anew, *anew]
     assert log[12:14] == [CHECKED, REPLAYED]
     assert log[14].startswith("closed")
-    assert any(line.startswith("CUDA graphs are off: memory beside them is short, or the model") for line in said)
+    assert any(
+        line.startswith("CUDA graphs are off: too little memory is free next to them, or the model") for line in said
+    )
 
 
 def loaded(folder):
@@ -190,10 +192,14 @@ def test_memory_of_graphs_is_free_while_a_checkpoint_is_loaded(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("change", "found", "words"),
     [
-        (lambda m: m.weight.register_hook(lambda g: g), hook_of_others, "weight has a hook of tests.engine.test_graph"),
-        (lambda m: setattr(m, "forward", lambda x: x), code_of_others, "the model has a forward of tests.engine.test"),
-        (lambda m: m.register_full_backward_hook(lambda *_: None), hook_of_others, "the model has a hook of tests."),
-        (lambda m: m.register_forward_hook(lambda *_: None), hook_of_others, "the model has a hook of tests."),
+        (
+            lambda m: m.weight.register_hook(lambda g: g),
+            why_auto_disabled,
+            "weight has a hook of tests.engine.test_graph",
+        ),
+        (lambda m: setattr(m, "forward", lambda x: x), unknown_code, "the model has a forward of tests.engine.test"),
+        (lambda m: m.register_full_backward_hook(lambda *_: None), why_auto_disabled, "the model has a hook of"),
+        (lambda m: m.register_forward_hook(lambda *_: None), why_auto_disabled, "the model has a hook of tests."),
     ],
 )
 def test_code_of_others_is_found_wherever_it_is(change, found, words):
@@ -234,9 +240,9 @@ def test_a_load_of_the_module_alone_stays_one(ranks, tmp_path):
 
 
 def timeout(_):
-    agreement = RankAgreement(torch.device("cpu"))
-    found = agreement._group._get_backend(torch.device("cpu")).options._timeout
-    agreement.close()
+    group = group_of_all_ranks(torch.device("cpu"))
+    found = group._get_backend(torch.device("cpu")).options._timeout
+    torch.distributed.destroy_process_group(group)
     return found
 
 
@@ -247,24 +253,23 @@ def test_ranks_wait_for_each_other_for_long(ranks):
 # ---------------------------------------------------------------- the decision, over all that may be known
 
 
-NAMES = [field.name for field in fields(Facts)]
-ALL = [Facts(*values) for values in itertools.product((False, True), repeat=len(NAMES))]
+ALL = [
+    Facts(state, *more) for state in State for more in itertools.product((False, True), repeat=len(Facts._fields) - 1)
+]
 
 TABLE = [
     ({"alone": 0}, Action.END),
     ({"lasting": 0}, Action.END),
-    ({"alike": 0}, Action.EAGER),
-    # With a graph.
-    ({"usable": 1, "unmeasured": 1, "unchecked": 1}, Action.REPLAY),
-    ({"usable": 1, "unmeasured": 1, "comparable": 0}, Action.REPLAY),
-    ({"usable": 1, "unmeasured": 1, "room": 0}, Action.REPLAY),
-    ({"usable": 1, "comparable": 1}, Action.CHECK),
-    ({"usable": 1}, Action.EAGER),
-    # Without one.
+    ({"state": State.EAGER}, Action.EAGER),
+    ({"state": State.CAPTURED, "unmeasured": 1, "unchecked": 1}, Action.REPLAY),
+    ({"state": State.CAPTURED, "unmeasured": 1, "comparable": 0}, Action.REPLAY),
+    ({"state": State.CAPTURED, "unmeasured": 1, "room": 0}, Action.REPLAY),
+    ({"state": State.CAPTURED, "comparable": 1}, Action.CHECK),
+    ({"state": State.CAPTURED}, Action.EAGER),
     ({"unmeasured": 0}, Action.EAGER),
     ({"has_capacity": 0}, Action.EAGER),
-    ({"ready": 1}, Action.CAPTURE),
-    ({}, Action.EAGER),
+    ({"state": State.READY}, Action.CAPTURE),
+    ({"state": State.WARM}, Action.EAGER),
 ]
 """The first row that holds decides."""
 
@@ -276,11 +281,6 @@ def row_of(facts):
 def test_every_combination_is_decided_by_the_table():
     assert {row_of(facts) for facts in ALL} == set(range(len(TABLE)))  # no row is in vain
     for facts in ALL:
-        assert decide(facts)[0] is TABLE[row_of(facts)][1], facts
-
-
-@pytest.mark.parametrize("facts", [Facts(alone=False), Facts(alone=True, alike=True, unmeasured=True)])
-def test_an_end_has_a_reason(facts):
-    action, reason = decide(facts)
-    assert action is Action.END
-    assert reason
+        action, reason = decide(facts)
+        assert action is TABLE[row_of(facts)][1], facts
+        assert reason or action is not Action.END

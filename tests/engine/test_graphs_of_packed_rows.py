@@ -10,7 +10,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.train import packed_attention
-from tests.engine.graphs_in_python import Graphs, engine_of
+from tests.engine.graphs_in_python import engine_of, log_of
 from tests.zero.models import take_step
 
 LENGTH = 64
@@ -64,10 +64,8 @@ def trained(rows, graphs):
     """Losses of this rank whose row of every step has documents of these lengths, what became of it, what was said."""
     packed_attention.register()
     packed_attention._document_by_document = in_one_kernel
-    (engine, said), log = engine_of("packed"), None
-    if graphs:
-        engine.fp8.graphs = Graphs(engine)
-        log = engine.fp8.graphs.log
+    engine, said = engine_of("packed")
+    log = log_of(engine, graphs)
     losses = []
     for step, lengths in enumerate(rows):
         positions = torch.cat([torch.arange(length) for length in lengths[dist.get_rank()]])[None]
@@ -75,7 +73,7 @@ def trained(rows, graphs):
         loss = engine(input_ids=tokens, labels=tokens, position_ids=positions, use_cache=False).loss
         losses.append(take_step(engine, loss))
     packed_attention._document_by_document = launched_by_documents
-    result = losses, log and list(log), said
+    result = losses, list(log), said
     engine.destroy()
     return result
 

@@ -11,16 +11,14 @@ from torch.utils import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.graphs.capture import before_process_groups_end, process_groups_used, random_states_unread
-from ds_fp8.graphs.conditions import (
-    MIN_DOCUMENTS,
-    Capacities,
-    code_of_others,
-    rows_in_a_graph,
-    why_no_graphs,
-    why_not_recomputed,
+from ds_fp8.graphs.capture import (
+    before_process_groups_end,
+    process_groups_may_end,
+    process_groups_used,
+    random_states_unread,
 )
-from ds_fp8.graphs.replay import CapturedGraphs, differentiable
+from ds_fp8.graphs.conditions import rows_in_a_graph, unknown_code, why_no_graphs, why_not_recomputed
+from ds_fp8.graphs.replay import MIN_DOCUMENTS, Shape, differentiable
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import use_fp8_attention
 from ds_fp8.layers.convert import convert
@@ -112,8 +110,8 @@ def test_code_of_others_is_captured_and_hooks_only_if_asked_for():
     assert "0 has a hook of tests.engine.test_micro_steps" in captures(module=hooked)
     assert captures(module=hooked, fp8={"graph": "on"}) is None
     assert captures(module=own) is None
-    assert "1 is a Counting of tests.engine.test_micro_steps" in code_of_others(own)
-    assert captures(module=small_model()) is code_of_others(small_model()) is None
+    assert "1 is a Counting of tests.engine.test_micro_steps" in unknown_code(own)
+    assert captures(module=small_model()) is unknown_code(small_model()) is None
 
 
 ROWS = torch.arange(6).expand(2, 6)
@@ -171,15 +169,12 @@ def test_packed_rows_too_short_for_attention_in_fp8_are_captured(monkeypatch):
 
 
 def test_a_graph_has_room_for_twice_the_documents_ever_seen():
-    capacities = Capacities()
-    assert [capacities.take("a", 0) for _ in range(3)] == [0, 0, 0]  # plain rows stay plain
-    assert capacities.take("a", 2) == MIN_DOCUMENTS
-    assert capacities.take("b", 0) == 0
-    assert capacities.take("a", 16) == 32
-    assert capacities.take("a", 17) == 64
-    assert capacities.take("a", 0) == 64  # one document a row among packed ones
-    for held in range(1, 300):
-        assert 2 * held <= Capacities().take("a", held) <= max(MIN_DOCUMENTS, 4 * held)
+    shape, found = Shape(), []
+    for shape.most_documents in (0, 2, 16, 17):
+        found.append(shape.capacity())
+    assert found == [0, MIN_DOCUMENTS, 32, 64]  # plain rows stay plain
+    for shape.most_documents in range(1, 300):
+        assert 2 * shape.most_documents <= shape.capacity() <= max(MIN_DOCUMENTS, 4 * shape.most_documents)
 
 
 def small_model(attention="sdpa", **more) -> nn.Module:
@@ -226,16 +221,13 @@ def test_recomputation_works_while_random_states_are_not_read():
 
 
 class Ended:
-    """Notes which process groups are about to end, and which of two are of its own, as graphs do."""
+    """Notes which process groups are about to end."""
 
-    def __init__(self, *names):
-        self.groups, self.freed, self._names = [], 0, names
+    def __init__(self):
+        self.groups = []
 
-    def end(self, group):
+    def process_group_ends(self, group):
         self.groups.append((group.group_name, torch.distributed.is_initialized()))
-        graphs = CapturedGraphs.__new__(CapturedGraphs)
-        graphs._groups, graphs.forget = set(self._names), lambda: setattr(self, "freed", self.freed + 1)
-        graphs.process_group_ends(group)
 
 
 def new_group():
@@ -245,23 +237,27 @@ def new_group():
 
 
 def ended(_):
-    """What is done before process groups end, and not once its object is gone."""
-    groups = [new_group() for _ in range(3)]
+    """Who is called before which process groups end, and whether torch's method is back behind the last of them."""
+    shutdown = vars(torch.distributed.ProcessGroup)["shutdown"]
+    groups = [new_group() for _ in range(4)]
     names = [group.group_name for group in groups]
-    one = Ended(names[1])
-    before_process_groups_end(one.end)
-    freed = []
-    for group in groups[:2]:
+    gone, first, last = (Ended() for _ in range(3))
+    for one in (gone, first, last):
+        before_process_groups_end(one)
+    seen = gone.groups
+    del gone, one
+    for group, one in zip(groups, (None, first, last, None), strict=True):
         destroy_process_group(group)
-        freed.append(one.freed)
-    seen = one.groups == [(name, True) for name in names[:2]]
-    del one
-    destroy_process_group(groups[2])
-    return seen, freed
+        if one is not None:
+            process_groups_may_end(one)
+    restored = vars(torch.distributed.ProcessGroup)["shutdown"] is shutdown
+    return [[name for name, there in x if there] for x in (seen, first.groups, last.groups)], names, restored
 
 
-def test_graphs_are_gone_before_a_process_group_of_theirs_ends(ranks):
-    assert ranks(2, ended, None) == [(True, [0, 1])] * 2
+def test_process_groups_that_end_are_told_of_while_there_are_graphs(ranks):
+    for called, names, restored in ranks(2, ended, None):
+        assert called == [[], names[:2], names[:3]]
+        assert restored
 
 
 def used(_):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ds_fp8.graphs.eager_forwards import EagerForwards
-from tests.engine.graphs_in_python import Graphs, engine_of, model_of, take_step
+from ds_fp8.graphs.replay import watched
+from tests.engine.graphs_in_python import Graphs, engine_of, log_of, model_of, take_step
 
 peft = pytest.importorskip("peft")
 
@@ -103,10 +103,7 @@ def reference_first(engine, step):
 def trained(loss_of, model, graphs, steps):
     """Figures of each step, what became of them, what was said."""
     engine, said = engine_of(model=model and model())
-    log = []
-    if graphs:
-        engine.fp8.graphs = Graphs(engine, auto=True)
-        log = engine.fp8.graphs.log
+    log = log_of(engine, graphs, auto=True)
     found = [take_step(engine, loss_of(engine, step)) for step in range(steps)]
     outcome = graphs and (engine.fp8.graphs.off, engine.fp8.graphs.captured)
     engine.destroy()
@@ -173,23 +170,24 @@ def test_a_prefix_that_peft_gives_as_a_cache_is_trained_without_graphs(ranks):
 
 
 def test_a_forward_waits_for_no_backward_once_it_has_had_one():
-    forwards = EagerForwards(None, None, torch.device("cpu"), None)
-    weight = torch.ones(4, requires_grad=True)
-    loss, logits = forwards.add([weight.mean(), weight * 2], "here")
+    weight, used, of_view = torch.ones(4, requires_grad=True), set(), set()
+    (loss, logits), forward = watched([weight.mean(), weight * 2], used)
     loss *= 2
-    assert forwards.pending
+    assert not forward().done
     loss.backward()
-    assert not forwards.pending
-    assert forwards.used("here") == {0}
+    assert forward().done
+    assert used == {0}
     assert weight.grad.tolist() == [0.5] * 4
     logits.sum().backward()
-    assert forwards.used("here") == {0, 1}
+    assert used == {0, 1}
     assert weight.grad.tolist() == [2.5] * 4
-    (view,) = forwards.add([(weight * 1)[:2]], "a view")
+    (view,), forward = watched([(weight * 1)[:2]], of_view)
     view *= 2
     view.sum().backward()
-    assert forwards.used("a view") == {0}
-    assert not forwards.pending
+    assert of_view == {0}
+    assert forward().done
+    del view
+    assert forward() is None
 
 
 def metrics_beside(graphs):
@@ -250,16 +248,19 @@ def with_a_group_that_ends(_):
         group = torch.distributed.new_group()
         torch.distributed.barrier(group)
         loss = fused(engine, step)
-        pending = graphs._graphs.pending
+        pending = any(graph.pending for graph in graphs._graphs)
         torch.distributed.destroy_process_group(group)
         found.append((pending, graphs.captured, take_step(engine, loss)[0]))
+    graphs.process_group_ends(torch.distributed.group.WORLD)
+    left = graphs.captured
     engine.destroy()
-    return found
+    return found, left
 
 
 def test_a_pending_backward_outlives_another_process_group(ranks):
     plain = ranks(2, trained, fused, None, False, 4)
-    for found, theirs in zip(ranks(2, with_a_group_that_ends, None), plain, strict=True):
+    for (found, left), theirs in zip(ranks(2, with_a_group_that_ends, None), plain, strict=True):
+        assert left == 0
         assert [(pending, captured) for pending, captured, _ in found] == [
             (False, 0),
             (False, 0),

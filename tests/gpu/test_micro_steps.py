@@ -261,7 +261,7 @@ def test_every_bit_is_that_of_python(gpu_ranks, world, case):
         assert_same(ours, theirs)
         off, count = ours[3]
         if case == SHORT:
-            assert off.startswith("memory beside them is short")
+            assert off.startswith("too little memory is free next to them")
             assert count == 0
             continue
         assert off is None

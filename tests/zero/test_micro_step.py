@@ -16,6 +16,11 @@ def built(**zero):
     return models.build(models.config(SECTION, **{**REUSE, **zero}))
 
 
+def micro_step_of(engine):
+    fp8 = engine.fp8
+    return MicroStep(engine, fp8.step.gradients, fp8.weights, fp8.wire)
+
+
 def masters(engine):
     return [models.full_master(parameter) for parameter in engine.module.parameters()]
 
@@ -34,7 +39,7 @@ def broken_off(where):
     engine = built()
     losses = models.train(engine, 3)
     if where is not None:
-        micro_step = MicroStep(engine)
+        micro_step = micro_step_of(engine)
         assert micro_step.ready
         micro_step.reset()
         state = micro_step.remember()
@@ -50,7 +55,6 @@ def broken_off(where):
         with pytest.raises(ValueError, match="planted"):
             forward_and_backward(engine, models.batch(77, dist.get_rank()))
         hook.remove()
-        engine.fp8.weights.forget_unsharded()
         micro_step.abandon()
         micro_step.restore(state)
         assert statuses(engine) == {ZeroParamStatus.NOT_AVAILABLE}
@@ -70,10 +74,11 @@ def by_itself(_):
     """A micro-step outside of engine.forward and engine.backward leaves the gradients that one inside leaves."""
     engine = built()
     models.train(engine, 3)
-    micro_step, gradients = MicroStep(engine), engine.fp8.step.gradients
+    micro_step, gradients = micro_step_of(engine), engine.fp8.step.gradients
     tokens = models.batch(50, dist.get_rank())
     found = []
     for inside in (True, False):
+        engine.fp8.wire.take()
         if inside:
             engine.backward(engine(tokens))
         else:
@@ -86,17 +91,22 @@ def by_itself(_):
                 micro_step.finish_gathers()
                 torch.autograd.backward([loss], [torch.ones_like(loss)])
                 micro_step.finish_backward()
-            micro_step.restore(state)
+            counted = micro_step.restore(state)
+            assert gradients.arrived == frozenset()
+            micro_step.count(counted)
             assert statuses(engine) == {ZeroParamStatus.NOT_AVAILABLE}
-        found.append((engine.optimizer.grad_partitions_flat_buffer.clone(), gradients.arrived, micro_step.accumulates))
+        accumulates, arrived = micro_step.progress
+        sent = engine.fp8.wire.take()
+        found.append((engine.optimizer.grad_partitions_flat_buffer.clone(), arrived, accumulates, sent))
         gradients.arrived = ()
     return found
 
 
 def test_a_micro_step_by_itself_leaves_the_same_gradients(ranks):
-    for (inside, names, _), (alone, others, accumulates) in ranks(2, by_itself, None):
+    for (inside, names, _, sent), (alone, others, accumulates, counted) in ranks(2, by_itself, None):
         assert torch.equal(inside, alone)
         assert names == others
+        assert counted["grad_bytes"] == sent["grad_bytes"] > 0
         assert not accumulates
 
 
@@ -131,16 +141,12 @@ def test_pinned_scales_follow_the_masters(ranks, section):
 def addresses(_):
     engine = built()
     models.train(engine, 1)
-    micro_step, gather = MicroStep(engine), engine.fp8.weights
-
-    def now():
-        return (*micro_step.addresses(gather.in_fp8), *gather.addresses())
-
-    seen = [now()]
+    micro_step, gather = micro_step_of(engine), engine.fp8.weights
+    seen = [micro_step.addresses()]
     models.train(engine, 1, start=1)
-    seen.append(now())
+    seen.append(micro_step.addresses())
     gather.leave_fp8([next(iter(gather)).parameter])
-    seen.append(now())
+    seen.append(micro_step.addresses())
     return seen[0] == seen[1], seen[1] == seen[2]
 
 

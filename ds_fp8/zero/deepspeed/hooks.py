@@ -4,7 +4,7 @@ A replacement gets DeepSpeed's own method before the arguments: it decides when 
 this package that an engine lacks are None: their calls go to DeepSpeed.
 
 CUDA graphs hold forward and backward of a micro-batch, with their gathers and reductions. They are replayed before the
-step (graphs/micro_steps.py), which no graph contains.
+step (graphs/driver.py), which no graph contains.
 """
 
 from __future__ import annotations

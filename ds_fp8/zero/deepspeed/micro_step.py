@@ -1,14 +1,14 @@
-"""DeepSpeed's streams, waits and counters during the CUDA graph capture of a ZeRO-3 micro-step.
+"""DeepSpeed's streams, waits and counters during the CUDA graph capture of a ZeRO-3 micro-batch.
 
 DeepSpeed's hooks run while a graph is captured, and not when it is replayed. So a capture begins and ends in the state
-that DeepSpeed is in between two micro-steps: all parameters partitioned but the persistent ones, nothing in flight.
+that DeepSpeed is in between two micro-batches: all parameters sharded but the persistent ones, nothing in flight.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -17,6 +17,8 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fp8.zero import streams
+
+GradientShards = FP8ParamGroup = WireMeter = Any  # of zero/, whose files import this folder
 
 _FETCH_EVENTS = "_PartitionedParameterCoordinator__ongoing_fetch_events"
 _IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
@@ -47,10 +49,17 @@ class _GathersBehind(_Discarded):
 
 
 class MicroStep:
-    """Forward and backward of one micro-batch of a ZeRO-3 engine, as they can be captured."""
+    """What forward and backward of one micro-batch read, write and count in a ZeRO-3 engine outside of the model."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine):
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        gradients: GradientShards,
+        group: FP8ParamGroup | None,
+        wire: WireMeter,
+    ):
         self._engine, self._zero = engine, engine.optimizer
+        self._gradients, self._group, self._wire = gradients, group, wire
         self._coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
         self.modules = list(engine.module.modules())
         self.parameters = list(engine.module.parameters())
@@ -80,8 +89,25 @@ class MicroStep:
         coordinator.reset_step()
 
     @property
-    def accumulates(self) -> bool:
-        return self._zero.micro_step_id > 0
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def progress(self) -> tuple[bool, frozenset[str]]:
+        """Return whether this micro-batch adds to the gradient shards, and which of them this step has written."""
+        return self._zero.micro_step_id > 0, self._gradients.arrived
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what decides, next to the batch, which kernels run; the same on all ranks.
+
+        The first micro-batch of a step overwrites gradients and later ones add, but those that arrive for the first
+        time are added to zeros. Frozen parameters have no wgrad, dropout depends on the mode of its module.
+        """
+        accumulates, arrived = self.progress
+        trained = tuple(parameter.requires_grad for parameter in self.parameters)
+        training = tuple(module.training for module in self.modules)
+        return accumulates, tuple(sorted(arrived)) if accumulates else None, trained, training
 
     @property
     def persistent(self) -> list[torch.nn.Parameter]:
@@ -96,18 +122,12 @@ class MicroStep:
     def reducing(self) -> bool:
         return any(bucket.params for bucket in self._zero.ipg_buckets.values())
 
-    @property
-    def training(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self.modules)
-
-    @property
-    def trained(self) -> tuple[bool, ...]:
-        return tuple(parameter.requires_grad for parameter in self.parameters)
-
-    def addresses(self, elsewhere: Callable[[torch.nn.Parameter], bool]) -> tuple[int, ...]:
-        """Return where gradients lie, and the shards that are not `elsewhere` than DeepSpeed's."""
-        shards = [p.ds_tensor for p in self.parameters if not (p.ds_persist or elsewhere(p))]
-        return tuple(tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *shards))
+    def addresses(self) -> tuple[int, ...]:
+        """Return where gradients and shards lie, and which weights are gathered in FP8."""
+        group = self._group
+        in_bf16 = [p.ds_tensor for p in self.parameters if not (p.ds_persist or (group and group.in_fp8(p)))]
+        of_deepspeed = [tensor.data_ptr() for tensor in (self._zero.grad_partitions_flat_buffer, *in_bf16)]
+        return (*of_deepspeed, *(group.addresses() if group else ()))
 
     @property
     def reduced_later(self) -> bool:
@@ -130,18 +150,9 @@ class MicroStep:
         fetches, reductions = getattr(self._coordinator, _FETCH_EVENTS), self._zero.param_reduce_events
         setattr(self._coordinator, _FETCH_EVENTS, _GathersBehind(streams.current_stream()))
         self._zero.param_reduce_events = _Discarded()
-        synchronize = torch.cuda.Stream.synchronize  # a gather of one rank, which is a copy, calls it
-        ours = {side.cuda_stream for side in self.side_streams() if side is not None}
-
-        def wait(stream: torch.cuda.Stream) -> None:
-            if stream.cuda_stream not in ours:
-                synchronize(stream)
-
-        torch.cuda.Stream.synchronize = wait
         try:
             yield
         finally:
-            torch.cuda.Stream.synchronize = synchronize
             setattr(self._coordinator, _FETCH_EVENTS, fetches)
             self._zero.param_reduce_events = reductions
 
@@ -165,9 +176,9 @@ class MicroStep:
         self.reshard()
 
     def reset(self) -> None:
-        """Gather persistent parameters and partition all others, as after a step. Collective where there is any.
+        """Unshard persistent parameters and reshard all others, from the present masters. Collective.
 
-        What was enqueued for earlier micro-steps lies before what the current stream gets next.
+        What was enqueued for earlier micro-batches lies before what the current stream gets next.
         """
         self.reshard()
         self.wait_for_sides()
@@ -175,6 +186,12 @@ class MicroStep:
         if missing:
             parameter = missing[0]  # any: it takes the list
             parameter.all_gather(missing)
+        if self._group is not None:
+            self._group.requantize_and_wait()
+
+    def pin_scales(self) -> None:
+        if self._group is not None:
+            self._group.pin_scales()
 
     def wait_for_sides(self) -> None:
         for side in self.side_streams():
@@ -190,23 +207,37 @@ class MicroStep:
         setattr(self._coordinator, _AVAILABLE_PARAMETERS, 0)
 
     def remember(self) -> dict[str, Any]:
-        """Return the counters of DeepSpeed's hooks, for `restore`."""
+        """Return the counters of DeepSpeed's hooks and of this package, for `restore`."""
         return {
+            "arrived": self._gradients.arrived,
+            "sent": self._wire.sent(),
             "backward": dict(vars(self._zero._backward_hook_state)),
             "epilogue": self._zero.averaged_gradients,
             "modules": [{name: vars(m)[name] for name in COUNTERS if name in vars(m)} for m in self.modules],
             "stack": list(parameter_offload.FWD_MODULE_STACK),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> tuple[frozenset[str], Counter[str]]:
+        """Take back what was counted since `remember`; returns gradients and bytes, for `count`."""
+        counted = self._gradients.arrived, self._wire.sent() - state["sent"]
+        self._gradients.arrived = state["arrived"]
+        self._wire.subtract(counted[1])
         vars(self._zero._backward_hook_state).update(state["backward"])
         self._zero.averaged_gradients = state["epilogue"]
         for module, counters in zip(self.modules, state["modules"], strict=True):
             vars(module).update(counters)
         parameter_offload.FWD_MODULE_STACK[:] = state["stack"]
+        return counted
+
+    def count(self, counted: tuple[frozenset[str], Counter[str]]) -> None:
+        """Count what a replay has reduced and sent, of which Python sees nothing."""
+        self._gradients.arrived |= counted[0]
+        self._wire.add(counted[1])
 
     def abandon(self) -> None:
         """Drop all that a capture that failed has begun: nothing of it is in any memory."""
+        if self._group is not None:
+            self._group.forget_unsharded()
         getattr(self._coordinator, _IN_FLIGHT).clear()
         getattr(self._coordinator, _ACTIVE_BACKWARD).clear()
         if self._coordinator.is_record_trace():

@@ -251,7 +251,7 @@ def _reference(x: torch.Tensor, format: str, granularity: str, scale: str) -> Qu
 
 
 def _check_words(format: str, scale: str) -> None:
-    if not FORMATS.knows(format):
+    if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     check_scale_type(scale)
 

@@ -40,6 +40,8 @@ class Configuration:
     """The JSON, as it was given."""
     file: str | None = None
     """Its file, for errors."""
+    auto: frozenset[str] = frozenset()
+    """Dotted keys left out of `values`, that another program fills in."""
 
     @classmethod
     def read(cls, given: str | os.PathLike | Mapping[str, Any]) -> Configuration:

@@ -21,8 +21,6 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from ds_fp8.config.registry import Registry
-
 FormatName = Literal["e4m3", "e5m2"]
 Granularity = Literal["tensor", "row", "1x128", "128x128"]
 ScaleName = Literal["fp32", "pow2"]
@@ -64,10 +62,10 @@ class Format:
     """Whether every number of the format is one of BF16."""
 
 
-FORMATS: Registry[Format] = Registry(
-    e4m3=Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9),
-    e5m2=Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16),
-)
+FORMATS = {
+    "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9),
+    "e5m2": Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16),
+}
 """E4M3 and E5M2 as of Micikevicius et al. (arXiv 2209.05433)."""
 
 
@@ -87,7 +85,7 @@ class ScaleType:
     """The scales from the numbers, a format's name and a granularity, where they do not follow from an amax."""
 
 
-SCALE_TYPES: Registry[ScaleType] = Registry(fp32=ScaleType(), pow2=ScaleType(powers_of_two=True))
+SCALE_TYPES = {"fp32": ScaleType(), "pow2": ScaleType(powers_of_two=True)}
 
 
 def has_power_of_two_scales(scale: str) -> bool:
@@ -95,7 +93,7 @@ def has_power_of_two_scales(scale: str) -> bool:
 
 
 def check_scale_type(scale: str) -> None:
-    if not SCALE_TYPES.knows(scale):
+    if scale not in SCALE_TYPES:
         raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.files import check_writable
-from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.config.presets import AXES
 from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
 from ds_fp8.export.plan import Entry, Numbers, Plan, adapters_refused, check_architecture, check_layout, make_plan
@@ -82,7 +82,7 @@ def export_checkpoint(
     left_open = "preset" not in fp8.model_fields_set or "linear" not in named
     if fp8.enabled and "preset" in trained and left_open:
         # Chosen by the weights when training began.
-        fp8 = FP8Config(**{**fp8.model_dump(exclude_unset=True), "preset": trained["preset"]})
+        fp8 = parse_fp8({"fp8": {**fp8.model_dump(exclude_unset=True), "preset": trained["preset"]}})
         check_layout(layout, fp8.linear.weight)
     left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")
     modules = dict(model.named_modules())

@@ -46,6 +46,14 @@ def uses_own_optimizer(configuration: Configuration, given: Any = None) -> bool:
     return configuration.optimizer_type in _ADAM and known and not _unlike_ours(params)
 
 
+def research_optimizer(name: str) -> type | None:
+    """Return the optimizer of ds_fp8.research that a "type" names, None if it is another's."""
+    if name.lower() in ("", *DEEPSPEED_OPTIMIZERS, *(own.lower() for own in vars(torch.optim))):
+        return None
+    registry.load()
+    return registry.OPTIMIZERS.get(name.lower())
+
+
 def needs_own_optimizer(fp8: FP8Config) -> bool:
     """Return whether only ds_fp8.optim.AdamW does what this section asks for."""
     kept = fp8.optimizer
@@ -76,9 +84,8 @@ def choose_optimizer(
     """
     if not uses_own_optimizer(configuration, given):
         name, params = configuration.optimizer_type, configuration.optimizer_params
-        if given is not None or name in ("", *DEEPSPEED_OPTIMIZERS) or not registry.OPTIMIZERS.knows(name):
-            return None
-        return lambda parameters: registry.OPTIMIZERS[name](parameters, **params)
+        kind = None if given is not None else research_optimizer(name)
+        return None if kind is None else lambda parameters: kind(parameters, **params)
     if given is None and parameters is None and not configuration.has_optimizer:
         return None
     if isinstance(given, AdamW):

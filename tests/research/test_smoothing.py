@@ -47,9 +47,8 @@ def test_where_casts_are_exact_nothing_changes(save):
         linear.weight.copy_(powers(8, 32))
         linear.weight[:, 5] /= 64
     smooth = copy.deepcopy(linear)
-    fp8 = FP8Config(
-        linear={"backend": "reference", "smooth_swiglu": True}, activations={"save": save}, monitor={"every": 0}
-    )
+    casts = {"backend": "reference", "smooth_swiglu": True}
+    fp8 = FP8Config.from_preset(linear=casts, activations={"save": save}, monitor={"every": 0})
     smooth.__class__, smooth.recipe = FP8Linear, replace(recipe_from_config(fp8), smooth=True)
     for result, expected in zip(results_of(smooth, x, dy), results_of(linear, x, dy), strict=True):
         assert torch.equal(result, expected)

@@ -1,7 +1,7 @@
 """Values of keys that exclude each other, as one table: a row has the condition, the key to change, and the words.
 
 Rows of a section are tried whenever one is made, those of a whole configuration before a model is converted
-(engine/preflight.py). ds_fp8.research adds the rows of its sections.
+(engine/preflight.py). ds_fp8.research adds the rows of its sections. Nothing here imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import BLOCK, NATIVE_SCALES
 
 
 class Row(NamedTuple):
@@ -47,7 +46,7 @@ _OFFLOAD = f"{_ZERO}.offload_optimizer"
 def _without_blocks(c: Any) -> bool:
     x, w = c.input, c.weight
     fits = (x.granularity, w.granularity, x.format, w.format) == ("1x128", "128x128", "e4m3", "e4m3")
-    scales = x.scale in (*NATIVE_SCALES, "fitted") and w.scale in NATIVE_SCALES
+    scales = x.scale in ("fp32", "pow2", "fitted") and w.scale in ("fp32", "pow2")
     return c.outlier_channels > 0 and not (fits and scales)
 
 
@@ -77,9 +76,9 @@ def _offloads_compressed(c: Any) -> Any:
 # fmt: off
 TABLE: list[Row] = [Row(*row) for row in (
     ("ActivationsConfig",
-     lambda c: (c.mlp_tile_tokens or 0) % BLOCK and max(1, round(c.mlp_tile_tokens / BLOCK)) * BLOCK,
+     lambda c: (c.mlp_tile_tokens or 0) % 128 and max(1, round(c.mlp_tile_tokens / 128)) * 128,
      "fp8.activations.mlp_tile_tokens",
-     f"tiles of {{c.mlp_tile_tokens}} tokens would cut groups of {BLOCK} tokens that share a scale",
+     "tiles of {c.mlp_tile_tokens} tokens would cut groups of 128 tokens that share a scale",
      '"mlp_tile_tokens": {found}'),
     ("ParameterGatherConfig", lambda c: c.format == "bf16" and c.frozen == "whole", "fp8.param_gather.frozen",
      'param_gather.frozen "whole" keeps FP8 weights, but param_gather.format is "bf16"',

@@ -28,7 +28,7 @@ from ds_fp8.layers.experts.experts import ExpertsConversion, FP8Experts, convert
 from ds_fp8.layers.experts.routing import count_without_waiting
 from ds_fp8.layers.experts.selection import backend_of_experts, experts_left, multiplies_experts, names_of_experts
 from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
-from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.layers.linear.linear import LAYERS, FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
 from ds_fp8.layers.selection import (
     OVERRIDDEN,
@@ -105,14 +105,11 @@ def convert(
     result = Conversion(recipe, left=unconverted(model, config.linear, filter), overrides=overrides)
     for name, layer in layers.items():
         if name not in result.left:
-            # The class from before the first conversion, for `restore`; a converted layer knows it already.
-            layer.own_class = type(layer) if not isinstance(layer, FP8Linear) else layer.own_class
-            layer.__class__ = FP8Linear
             own = override_of[name].recipe if name in override_of else recipe
             if of_listed_expert(name):
                 # All ranks look for outlier channels together, and not all of them may call this layer.
                 own = replace(own, outlier_channels=0)
-            layer.recipe = own.for_layer(name, layer, model)
+            LAYERS.get(type(own), FP8Linear).swap_in(layer, name, own, model)
             result.converted.append(name)
         elif isinstance(layer, FP8Linear):
             restore(layer)

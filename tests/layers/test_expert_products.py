@@ -302,7 +302,7 @@ def test_the_kernels_fit_together(monkeypatch):
         uncast, cast, saved = gated.gated_forward(
             gate_up, activation, recipe.input, keep, row_factor=factors, product=product
         )
-        return GatedCast(cast, saved, None, uncast)
+        return GatedCast(cast, saved, uncast)
 
     def activation_backward(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast):
         return GatedGradients(

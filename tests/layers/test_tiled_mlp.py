@@ -152,7 +152,7 @@ def test_tiles_are_whole_groups_of_tokens(tokens):
     ("architecture", "section", "why"),
     [
         ("llama", {"preset": "rowwise"}, 'granularity "row" is that of all tokens'),
-        ("llama", {"linear": {"smooth_swiglu": True}}, "Smooth-SwiGLU has factors of all tokens"),
+        ("llama", {"linear": {"smooth_swiglu": True}}, "smooth_swiglu are computed one by one"),
         ("llama", {"fuse": "off"}, 'fp8.fuse "off"'),
         ("llama", {"linear": {"overrides": {"layers.1.mlp": "bf16"}}}, "model.layers.1"),
         ("qwen3_moe", {}, "the MLP of model.layers.0"),

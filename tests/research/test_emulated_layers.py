@@ -38,7 +38,7 @@ def logits_and_gradient(model):
 def test_a_model_costs_what_its_format_costs(section, bound, fuse):
     exact, cast = causal_lm("qwen2"), causal_lm("qwen2")
     conversion = convert(cast, parse_fp8({"fp8": {**section, "fuse": fuse, "monitor": {"every": 0}}}))
-    rotated = conversion.recipe.rotations
+    rotated = getattr(conversion.recipe, "rotations", ())
     assert bool(rotated) == (section.get("preset") in ("nvfp4", "halo", "quartet"))
     assert len(conversion.fusion.layers) == (2 if fuse == "auto" and not rotated else 0)
     assert conversion.recipe.backend == "reference"

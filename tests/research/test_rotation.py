@@ -112,7 +112,7 @@ def test_fused_layers_go_without_and_say_so():
     assert not conversion.fusion.layers
     assert not conversion.fusion.mlps
     assert set(conversion.fusion.left.values()) == {
-        "fp8.linear.rotation: casts that are fused into other operations rotate nothing"
+        "linears with fp8.linear.rotation, recast or smooth_swiglu are computed one by one"
     }
     assert conversion.overrides["*.down_proj"].recipe.rotations
     assert not hasattr(conversion.recipe, "rotations")

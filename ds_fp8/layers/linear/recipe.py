@@ -7,22 +7,21 @@
 T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
 dgrad, where a product cannot apply it: the scales are multiplied into dy before its cast, dx = cast(dy ⊙ s) · codes.
 
-ds_fp8.research has subclasses that rotate operands or cast them again: `make_recipe` chooses by the section's class.
+ds_fp8.research registers recipes for its sections in RECIPES, and layers for its recipes in LAYERS (linear.py).
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, apply_factors, quantize, quantize_both, quantize_columnwise, transpose
 from ds_fp8.casts.outliers import extend_input
 from ds_fp8.casts.quantization import width_with_outliers
-from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.config.formats import BLOCK, SCALE_TYPES, CastSpec, is_of_groups
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
 from ds_fp8.gemm import reads_transposed, scaled_matmul, select_backend
@@ -60,23 +59,10 @@ class LinearRecipe:
     site: str = field(default="", compare=False)
     """Name of what multiplies with this recipe, for statistics."""
 
-    # What subclasses find out of their own fields.
-    why_not_grouped: ClassVar[str | None] = None
-    """What of this recipe the grouped products of experts do not have."""
-    why_not_fused: ClassVar[str | None] = None
-    """What of this recipe products that are fused into others do not have."""
-    why_all_tokens: ClassVar[str | None] = None
-    """What of this recipe needs all tokens at once, beside the granularities of its casts."""
-    casts_weight_twice: ClassVar[bool] = False
-    """Whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
-
-    def for_layer(self, name: str, layer: nn.Linear, model: nn.Module) -> LinearRecipe:
-        """Return the recipe of one layer of a model. Raises UserError where its casts do not fit the layer."""
-        return self.at(name)
-
-    def for_head(self) -> LinearRecipe:
-        """Return the recipe of the head, whose output gradient is that of the summed loss: as large as 1."""
-        return self
+    @property
+    def casts_weight_twice(self) -> bool:
+        """Return whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
+        return is_of_groups(self.weight.granularity)
 
     def at(self, site: str) -> LinearRecipe:
         # One set of channels a site: recipes are shared by all layers, but every input has channels of its own.
@@ -116,21 +102,15 @@ class LinearRecipe:
             return 0
         return width_with_outliers(columns, min(self.outlier_channels, columns)) - columns
 
-    def channel_factors(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return FP32 [K], what the channels of x [T, K] are divided by and w's columns multiplied by, or None."""
-        return None
-
-    def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
-        """Cast a weight [N, K] that is present in high precision, times its factors."""
-        spec = self.weight
-        quantized = quantize(weight, spec.format, spec.granularity, spec.scale, column_factor=column_factor)
-        self.observe("weight", weight, quantized, None, column_factor)
+    def cast_weight(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Cast a weight [N, K] that is present in high precision."""
+        quantized = quantize(weight, self.weight.format, self.weight.granularity, self.weight.scale)
+        self.observe("weight", weight, quantized)
         return quantized
 
-    def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
+    def cast_weight_columnwise(self, weight: torch.Tensor) -> QuantizedTensor:
         """Cast a weight [N, K] that is present in high precision as dgrad reads it: [K, N]."""
-        spec = self.weight
-        return quantize_columnwise(weight, spec.format, spec.granularity, spec.scale, column_factor=column_factor)
+        return quantize_columnwise(weight, self.weight.format, self.weight.granularity, self.weight.scale)
 
     def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it."""
@@ -162,11 +142,11 @@ class LinearRecipe:
         spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
         return quantize_columnwise(x, spec.format, self.wgrad_input, spec.scale, **factors)
 
-    def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
+    def cast_input_both(self, x: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Cast x [T, K] as fprop reads it, and as wgrad does, in one pass."""
         spec, room = self.input, self.room_for_outliers(x.shape[-1])
-        both = quantize_both(x, spec.format, spec.granularity, self.wgrad_input, spec.scale, None, column_factor, room)
-        self.observe("input", x, both[0], None, column_factor)
+        both = quantize_both(x, spec.format, spec.granularity, self.wgrad_input, spec.scale, room=room)
+        self.observe("input", x, both[0])
         return both
 
     def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
@@ -174,13 +154,18 @@ class LinearRecipe:
         name = None if data.dtype is not torch.uint8 else self.input.format
         return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, name)
 
+    @property
+    def _of_gate_up(self) -> tuple[str, str]:
+        fixed = not SCALE_TYPES[self.input.scale].needs_amax
+        return ("tensor", self.input.scale) if fixed else ("1x128", "pow2")
+
     def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
         """Cast gate and up [T, 2F], as the backward of a gated MLP reads them; self is the recipe of down_proj."""
-        return quantize(gate_up, "e4m3", "1x128", "pow2")
+        return quantize(gate_up, "e4m3", *self._of_gate_up)
 
     def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Return what keep_gate_up returned, from its codes and scales."""
-        return QuantizedTensor(data, scale, "1x128", "pow2")
+        return QuantizedTensor(data, scale, *self._of_gate_up)
 
     def cast_grad_output(
         self, dy: torch.Tensor, dgrad: bool = True, wgrad: bool = True, column_factor: Factor = None
@@ -209,18 +194,6 @@ class LinearRecipe:
         spec = self.grad_output
         return quantize_both(dy, spec.format, rowwise, columnwise, spec.scale, column_factor=column_factor)
 
-    def clipped_input(self, x: torch.Tensor, cast: QuantizedTensor) -> torch.Tensor | None:
-        """Return which elements of fprop's cast of x get no gradient, bool [T, K]; None if all of them do."""
-        return None
-
-    def dgrad_result(self, dx: torch.Tensor, tokens: int, clipped_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of the input, from dgrad's product and what clipped_input returned."""
-        return dx
-
-    def wgrad_result(self, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight, from wgrad's product."""
-        return dw
-
     def observe(
         self,
         tensor_class: str,
@@ -243,6 +216,13 @@ def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Row
     return lambda rows: apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)
 
 
+RECIPES: dict[type[LinearCasts], Callable[..., LinearRecipe]] = {}  # for other sections than core's: _core_recipe
+
+
+def _core_recipe(casts: LinearCasts, config: FP8Config, **options: Any) -> LinearRecipe:
+    return LinearRecipe(**options)
+
+
 def recipe_from_config(
     config: FP8Config, monitor: CastMonitor | None = None, casts: LinearCasts | None = None
 ) -> LinearRecipe:
@@ -261,12 +241,12 @@ def recipe_from_config(
     x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
     dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
     products = [(x, w), (dy, replace(w, granularity=dgrad_weight)), (dy, replace(x, granularity=wgrad_input))]
-    return make_recipe(
+    return RECIPES.get(type(casts), _core_recipe)(
         casts,
         config,
-        x,
-        w,
-        dy,
+        input=x,
+        weight=w,
+        grad_output=dy,
         wgrad_input=wgrad_input,
         backend=select_backend(linear.backend, products),
         save=config.activations.save,
@@ -275,11 +255,3 @@ def recipe_from_config(
         monitor=monitor or CastMonitor(config.monitor.every),
         outlier_channels=casts.outlier_channels,
     )
-
-
-@functools.singledispatch
-def make_recipe(
-    casts: LinearCasts, config: FP8Config, input: CastSpec, weight: CastSpec, grad_output: CastSpec, **others: Any
-) -> LinearRecipe:
-    """Return the recipe of a section's casts; extensions of the section register one for their class."""
-    return LinearRecipe(input, weight, grad_output, **others)

@@ -180,8 +180,8 @@ def _answers(
 
 def _convert(model: PreTrainedModel, stage: Stage) -> None:
     from ds_fp8 import convert
+    from ds_fp8.engine.plans import recipe_from_config
     from ds_fp8.layers.head.loss import fuse_loss
-    from ds_fp8.layers.linear.recipe import recipe_from_config
     from ds_fp8.monitor.cast_monitor import CastMonitor
 
     convert(model, stage.fp8)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.config import registry
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import FORMATS, FormatName
+from ds_fp8.config.formats import FormatName
 from ds_fp8.config.linear import LinearConfig
+from ds_fp8.config.plans import CodecName, StateGranularity, StatePrecision, StateScale
 from ds_fp8.config.presets import (
     DEFAULT,
     Axis,
@@ -23,7 +23,6 @@ from ds_fp8.config.presets import (
     with_preset,
     without_words,
 )
-from ds_fp8.config.refusals import refusals
 from ds_fp8.config.schema import Section, as_mapping, parse_section
 
 
@@ -81,52 +80,6 @@ class GradientReduceConfig(Section):
     """bf16: DeepSpeed's reduce-scatter. Others: a byte an element."""
     scale: Literal["group", "tensor"] = "group"
     """group: one for every 128 elements. tensor: one a gradient, agreed by all ranks and adapted over time (FP8-LM)."""
-
-
-CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded"]
-StateGranularity = Literal["1x128", "tensor"]
-StateScale = Literal["fp32", "pow2"]
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class StatePrecision:
-    """Formats of the moments. Raises UserError for incompatible options."""
-
-    exp_avg: CodecName = "fp32"
-    exp_avg_sq: CodecName = "fp32"
-    granularity: StateGranularity = "1x128"
-    """Elements of a moment that share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
-    scale: StateScale = "fp32"
-    stochastic_rounding: bool = True
-    """Round moments in a byte at random rather than to nearest, which loses much of their changes."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        choices = {"exp_avg": CodecName, "exp_avg_sq": CodecName, "granularity": StateGranularity, "scale": StateScale}
-        for name, words in choices.items():
-            known = get_args(words)
-            emulated = name in MOMENTS and getattr(self, name) in FORMATS
-            if getattr(self, name) not in known and not emulated:
-                raise UserError(
-                    f"{name} {getattr(self, name)!r} is unknown",
-                    key=f"fp8.optimizer.{name}",
-                    remedy=f"one of {', '.join(known)}",
-                )
-        for refusal in refusals(self):
-            raise refusal
-
-    @property
-    def stochastic_parts(self) -> tuple[str, ...]:
-        """Return the moments that are rounded at random: an expanded exp_avg is fine enough without."""
-        in_bytes = {"exp_avg": tuple(FORMATS), "exp_avg_sq": (*FORMATS, "e4m3_expanded")}
-        return tuple(
-            name for name, formats in in_bytes.items() if self.stochastic_rounding and getattr(self, name) in formats
-        )
-
-    @property
-    def compressed(self) -> bool:
-        return (self.exp_avg, self.exp_avg_sq) != ("fp32", "fp32")
 
 
 class OptimizerStateConfig(Section):

@@ -56,12 +56,12 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
     if state.conversion is not None:
         _refuse_later_parameters(engine)
         state.hosts = find_hosts()
-        state.health = Health(engine, state.monitor, state.config)
+        state.health = Health(engine, state.monitor, state.plans.step)
         # Before the gather: BF16 shards may be freed only if the step here, and not DeepSpeed's, writes them.
         state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
         if state.why_no_step is None:
             state.step = life.update = Step(engine, engine.basic_optimizer)
-        elif state.config.optimizer.master != "fp32" and has_optimizer(engine):
+        elif state.plans.group.coded_masters and has_optimizer(engine):
             raise UserError(
                 f"masters of codes and corrections need this package's step, but {state.why_no_step}",
                 key="fp8.optimizer.master",
@@ -80,7 +80,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         life.reduction = _reduction(state)
     if state.conversion is not None:
         leave_out_caches(engine)
-        if state.config.graph != "off":
+        if state.plans.step.graph != "off":
             score_all_positions(engine)
         # Last of the parts: it asks them for reasons against graphs, and wraps the call of the module that includes
         # them all.
@@ -109,9 +109,7 @@ def _refuse_later_parameters(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lifecycle) -> None:
-    if state.config.param_gather.format == "bf16":
-        return
-    weights = _gathered(engine.module)
+    weights = _gathered(engine.module) if state.plans.group.gathers else []
     if not weights:
         return
     group = state.weights = state.health.weights = life.group = FP8ParamGroup(
@@ -120,7 +118,7 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, life: Lif
     if state.step is not None:
         group.free_bf16_shards()
         state.step.quantize(group)
-    if state.config.param_gather.frozen == "whole":
+    if state.plans.group.frozen_unsharded:
         group.keep_frozen_unsharded()  # behind the BF16 shards: there may be no room for both
 
 
@@ -161,11 +159,12 @@ def parameters_with_corrections(model: nn.Module, trained: set[int]) -> dict[int
 
 
 def _reduction(state: FP8State) -> Reduction:
-    shards, config = state.step.gradients if state.step is not None else None, state.config.grad_reduce
-    if state.conversion is None or config.format == "bf16":
+    shards = state.step.gradients if state.step is not None else None
+    plan = state.plans.step.reduction if state.plans is not None else None
+    if plan is None:
         return Reduction(state.wire, shards)
     state.nodes = find_nodes(state.hosts)
-    reduction = Reduction(state.wire, shards, config, state.nodes, state.health.observe_gradient)
+    reduction = Reduction(state.wire, shards, plan, state.nodes, state.health.observe_gradient)
     state.gradient_reduce = state.health.gradient_reduce = reduction
     return reduction
 
@@ -182,13 +181,13 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, life:
 
 
 def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
-    why = why_no_graphs(engine, state.config, state.why_no_step)
+    why = why_no_graphs(engine, state.plans.step, state.why_no_step)
     if state.step is not None and untrained_parameters(engine):
         why = why or "some parameters have gradients but are not in the optimizer"
     # All ranks capture or none: a captured collective must not meet an eager one of another rank.
     state.why_no_graphs = reason_of_any(why)
     if state.why_no_graphs is None:
-        checked = state.config.graph == "auto"
+        checked = state.plans.step.graph == "auto"
         health = state.health
         state.graphs = MicroStepGraphs(
             engine,

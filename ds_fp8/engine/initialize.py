@@ -32,6 +32,9 @@ from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach, parameters_with_corrections
 from ds_fp8.engine.model import added_in_bf16, apply_checkpointing_section, weights_are_trained, wider_prefetch
+from ds_fp8.engine.optimizer import choose_optimizer
+from ds_fp8.engine.plans import convert as convert_by_plans
+from ds_fp8.engine.plans import plans_of, recipe_from_config
 from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
@@ -41,12 +44,10 @@ from ds_fp8.layers.convert import Conversion
 from ds_fp8.layers.convert import convert as convert_layers
 from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
 from ds_fp8.layers.head.loss import LossFusion, fuse_loss
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.selection import Filter
 from ds_fp8.layers.transformers_versions import warn_of_changes
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
-from ds_fp8.optim.from_config import choose_optimizer
 from ds_fp8.zero.deepspeed.masters import without_fp32_masters
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
@@ -113,7 +114,7 @@ def initialize(
     _located(file, check_training_data, training_data, mpu)
     # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.
     monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
-    conversion = loss = None
+    conversion = loss = plans = None
     prefetch: dict[str, int] = {}
     if fp8.enabled:
         if model is None:
@@ -123,7 +124,9 @@ def initialize(
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
     if fp8.enabled:
         notes = added_in_bf16(model)
-        conversion = _located(file, convert_layers, model, fp8, monitor)
+        plans = _located(file, plans_of, fp8, monitor)
+        what = plans.recipe, plans.overrides, plans.layers, plans.group
+        conversion = _located(file, convert_layers, model, *what)
         if not conversion.converted and not conversion.experts.converted:
             monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
         notes += restore_inverse_frequencies(model)
@@ -141,7 +144,7 @@ def initialize(
         set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
         deepspeed_logger.addFilter(_not_of_unmatched_leaves)
     apply_checkpointing_section(configuration, model)
-    if fp8.enabled and fp8.activations.keep_attention and model is not None:
+    if plans is not None and plans.layers.keeps_attention:
         _located(file, keep_attention, model)
     made = preflight.made_by_deepspeed(configuration) if optimizer is None and own_optimizer is None else None
     if "fp8" in configuration.values and made is not None and made.__module__.startswith("deepspeed"):
@@ -152,7 +155,7 @@ def initialize(
         args = copy.copy(args)
         args.deepspeed_config = None
     # From here on ZeRO owns the parameters: modules are replaced above.
-    without = fp8.enabled and fp8.optimizer.master != "fp32"
+    without = plans is not None and plans.group.coded_masters
     with without_fp32_masters(parameters_with_corrections) if without else nullcontext():
         result = _deepspeed_initialize(
             args,
@@ -175,7 +178,7 @@ def initialize(
         check_triton(engine.device)  # before the first cast of weights
 
     # Also with FP8 disabled: a BF16 twin has the same attributes and the same count of bytes.
-    state = engine.fp8 = FP8State(engine, fp8, monitor)
+    state = engine.fp8 = FP8State(engine, fp8, monitor, plans)
     state.conversion, state.loss, state.preset_reason = conversion, loss, preset_reason
     try:
         attach(engine, state, measured="fp8" in configuration.values)
@@ -223,7 +226,7 @@ def convert(
         config = parse_fp8({"fp8": {} if config is None else config})
     if config.leaves_preset_open:
         config, _ = _for_weights(config, model)
-    return convert_layers(model, config, monitor or CastMonitor(0), filter)
+    return convert_by_plans(model, config, monitor or CastMonitor(0), filter)
 
 
 def _end_gloo() -> None:

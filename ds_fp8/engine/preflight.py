@@ -35,7 +35,7 @@ from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import flat
 from ds_fp8.config.refusals import DEEPSPEED, FP8, STAGE_3, refusals
 from ds_fp8.config.schema import nearest, shown
-from ds_fp8.optim.from_config import make_adamw, research_optimizer, uses_own_optimizer
+from ds_fp8.engine.optimizer import make_adamw, research_optimizer, uses_own_optimizer
 from ds_fp8.zero.deepspeed import versions as deepspeed_versions
 
 OWN_SECTIONS = ("fp8", "model", "data", "train")

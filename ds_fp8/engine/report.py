@@ -18,8 +18,9 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
-from ds_fp8.config.fp8 import MOMENTS, FP8Config
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import show
+from ds_fp8.config.plans import MOMENTS
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.graphs.conditions import code_of_others

@@ -11,6 +11,7 @@ import deepspeed
 from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
+from ds_fp8.engine.plans import Plans
 from ds_fp8.graphs.micro_steps import MicroStepGraphs
 from ds_fp8.layers.convert import Conversion, casts, stop_casting
 from ds_fp8.layers.head.loss import LossFusion
@@ -32,8 +33,10 @@ CHECKPOINT_KEY = "ds_fp8"
 class FP8State:
     """FP8 state of an engine (`engine.fp8`), with FP8 enabled or not."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, config: FP8Config, monitor: CastMonitor):
-        self.config, self.monitor = config, monitor
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, config: FP8Config, monitor: CastMonitor, plans: Plans | None = None
+    ):
+        self.config, self.monitor, self.plans = config, monitor, plans  # plans: None where FP8 is disabled
         self.wire: WireMeter | None = None
         """None without an "fp8" section, and below ZeRO stage 3: nothing is measured there."""
         self.lifecycle: Lifecycle | None = None

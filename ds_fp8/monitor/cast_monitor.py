@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.fp8 import MonitorConfig
 from ds_fp8.monitor.statistics import PEAKS, SUMS, Rows, add_cast_statistics
 
 LABELS = {"input": "input", "weight": "weight", "grad_output": "output gradient", "grad_weight": "weight gradient"}
@@ -154,10 +153,10 @@ class Degradation:
 
 
 class Thresholds:
-    """Compares measurements with the thresholds of the configuration; names every layer and class once."""
+    """Compares measurements with the least signal-to-noise ratio; names every layer and class once."""
 
-    def __init__(self, config: MonitorConfig):
-        self._config = config
+    def __init__(self, min_snr_db: float):
+        self._min_snr_db = min_snr_db
         self._in_a_row: dict[tuple[str, str], int] = defaultdict(int)
         self._named: set[tuple[str, str]] = set()
 
@@ -184,8 +183,8 @@ class Thresholds:
         self._named = {(site, kind) for site, kind in state.get("named", ())}
 
     def _reason(self, figures: CastFigures) -> str | None:
-        if figures.snr_db is not None and figures.snr_db < self._config.min_snr_db:
-            return f"signal-to-noise ratio {figures.snr_db:.1f} dB, below {self._config.min_snr_db:g}"
+        if figures.snr_db is not None and figures.snr_db < self._min_snr_db:
+            return f"signal-to-noise ratio {figures.snr_db:.1f} dB, below {self._min_snr_db:g}"
         if figures.flushed > MAX_FLUSHED:
             return f"{figures.flushed:.1%} flushed to zero, above {MAX_FLUSHED:.0%}"
         return None

@@ -37,10 +37,11 @@ from ds_fp8.casts import QuantizedTensor, apply_factors, quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import RECIPES
 from ds_fp8.layers.attention.hadamard import Rotation, rotate, unrotate
 from ds_fp8.layers.decoder.structure import MLP_PARTS
 from ds_fp8.layers.linear.linear import LAYERS, FP8Linear, Products
-from ds_fp8.layers.linear.recipe import RECIPES, Factor, LinearRecipe
+from ds_fp8.layers.linear.recipe import Factor, LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED, dgrad_operand, dgrad_weight, fprop_weight
 from ds_fp8.monitor.statistics import Rows
 from ds_fp8.research.config import Recast, ResearchCasts, ResearchLinear

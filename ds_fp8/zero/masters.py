@@ -18,7 +18,7 @@ from deepspeed import comm as dist
 
 from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import SCALE_TYPES, CastSpec
-from ds_fp8.config.fp8 import MOMENTS
+from ds_fp8.config.plans import MOMENTS
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.optim.adamw import AdamStep, AdamW
 from ds_fp8.zero.collectives import GATHER, WireMeter

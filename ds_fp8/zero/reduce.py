@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from ds_fp8.casts import group_amax, scale_from_amax
 from ds_fp8.config.formats import BLOCK, FORMATS
-from ds_fp8.config.fp8 import GradientReduceConfig
+from ds_fp8.config.plans import GradientReduction
 from ds_fp8.zero.collectives import GRADIENT, WireMeter
 from ds_fp8.zero.deepspeed.parameters import shard_group
 from ds_fp8.zero.gradients import GradientShards, has_kernel, sum_rows
@@ -122,7 +122,7 @@ class Reduction:
         self,
         wire: WireMeter,
         shards: GradientShards | None = None,
-        config: GradientReduceConfig | None = None,
+        config: GradientReduction | None = None,
         nodes: Nodes | None = None,
         observe: Callable[[torch.Tensor, str, torch.Tensor | None], None] | None = None,
     ):
@@ -131,7 +131,7 @@ class Reduction:
         Args:
             wire: Counts the bytes that this rank sends.
             shards: What the means are added to; None where DeepSpeed adds the slices that are returned.
-            config: The section "grad_reduce", of an FP8 format; None casts nothing.
+            config: Format and scale in FP8; None casts nothing.
             nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
             observe: Is shown every gradient that is cast, its name, and its scale or None where every 128 elements have
                 their own.

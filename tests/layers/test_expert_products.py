@@ -7,6 +7,7 @@ import torch
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.experts.adapters import LowRank
 from ds_fp8.layers.experts.products import (
     ExpertAdapters,
@@ -16,7 +17,7 @@ from ds_fp8.layers.experts.products import (
     unsupported_shapes,
 )
 from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
-from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
 from tests.layers.expert_loop import Gradients, high_precision, with_casts

@@ -5,8 +5,8 @@ import torch
 
 from ds_fp8.casts import quantize, quantize_columnwise
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.gemm import scaled_matmul
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error

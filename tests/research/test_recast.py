@@ -8,8 +8,8 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention.hadamard import signs
-from ds_fp8.layers.convert import convert
 from tests.layers.hugging_face import causal_lm
 from tests.layers.linears import fp8_linear, results_of
 

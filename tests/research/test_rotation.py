@@ -8,8 +8,8 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.export.plan import make_plan
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.linears import fp8_linear, results_of

@@ -9,10 +9,9 @@ from decoder_stacks import hold_in_fp8
 from torch import nn
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
-from ds_fp8.layers.convert import convert
+from ds_fp8.engine.plans import convert, recipe_from_config
 from ds_fp8.layers.decoder.decoder import FusedMLP
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.research.recipe import ResearchFP8Linear, channel_factors
 from tests.layers.hugging_face import causal_lm
 from tests.layers.linears import results_of

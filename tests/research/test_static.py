@@ -7,8 +7,8 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, CastSpec
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.head.loss import fuse_loss
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.monitor.statistics import add_cast_statistics
 from ds_fp8.research.formats import static_scale_type
 from ds_fp8.zero.param import ReferenceShardCast

@@ -7,6 +7,7 @@ from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesce
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import GradientReduceConfig, parse_fp8
+from ds_fp8.engine.plans import step_plan
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.hosts import Hosts, find_hosts, find_nodes, why_flat
 from ds_fp8.zero.reduce import GROWTH, SMALLEST, AutomaticScale, Reduction
@@ -20,7 +21,7 @@ OPTIONS = {"nearest": {}, "tensor": {"scale": "tensor"}}
 
 def reducer(nodes=None, **options):
     """A function from full gradients and their names to this rank's slices of their means."""
-    reduction = Reduction(WireMeter(), None, parse_fp8({"fp8": {"grad_reduce": options}}).grad_reduce, nodes)
+    reduction = Reduction(WireMeter(), None, step_plan(parse_fp8({"fp8": {"grad_reduce": options}})).reduction, nodes)
 
     def reduce(gradients, names):
         parameters = []

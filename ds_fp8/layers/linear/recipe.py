@@ -7,14 +7,12 @@
 T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
 dgrad, where a product cannot apply it: the scales are multiplied into dy before its cast, dx = cast(dy ⊙ s) · codes.
 
-ds_fp8.research registers recipes for its sections in RECIPES, and layers for its recipes in LAYERS (linear.py).
+engine/plans.py makes it of a configuration. ds_fp8.research has a subclass, and layers for it in LAYERS (linear.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -22,9 +20,7 @@ from ds_fp8.casts import QuantizedTensor, apply_factors, quantize, quantize_both
 from ds_fp8.casts.outliers import extend_input
 from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.formats import BLOCK, SCALE_TYPES, CastSpec, is_of_groups
-from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.config.linear import LinearCasts
-from ds_fp8.gemm import reads_transposed, scaled_matmul, select_backend
+from ds_fp8.gemm import reads_transposed, scaled_matmul
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
@@ -214,44 +210,3 @@ class LinearRecipe:
 def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:
     """Return rows of x times its factors: the whole of it, in FP32, would be twice the size of x."""
     return lambda rows: apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)
-
-
-RECIPES: dict[type[LinearCasts], Callable[..., LinearRecipe]] = {}  # for other sections than core's: _core_recipe
-
-
-def _core_recipe(casts: LinearCasts, config: FP8Config, **options: Any) -> LinearRecipe:
-    return LinearRecipe(**options)
-
-
-def recipe_from_config(
-    config: FP8Config, monitor: CastMonitor | None = None, casts: LinearCasts | None = None
-) -> LinearRecipe:
-    """Return the recipe of a configuration, resolved on this machine.
-
-    Args:
-        config: The whole "fp8" section.
-        monitor: Counts what casts lose; by default one that `config.monitor` describes.
-        casts: Those of the layers that an override means; by default those of `config.linear` itself.
-
-    Raises:
-        UserError: The configured backend cannot run these casts.
-    """
-    linear, casts = config.linear, casts or config.linear
-    wgrad_input = casts.wgrad.input or casts.input.granularity
-    x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
-    dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
-    products = [(x, w), (dy, replace(w, granularity=dgrad_weight)), (dy, replace(x, granularity=wgrad_input))]
-    return RECIPES.get(type(casts), _core_recipe)(
-        casts,
-        config,
-        input=x,
-        weight=w,
-        grad_output=dy,
-        wgrad_input=wgrad_input,
-        backend=select_backend(linear.backend, products),
-        save=config.activations.save,
-        recompute=config.activations.recompute,
-        mlp_tile_tokens=config.activations.mlp_tile_tokens,
-        monitor=monitor or CastMonitor(config.monitor.every),
-        outlier_channels=casts.outlier_channels,
-    )

@@ -26,11 +26,9 @@ Granularity = Literal["tensor", "row", "1x128", "128x128"]
 ScaleName = Literal["fp32", "pow2"]
 NATIVE_FORMATS: tuple[str, ...] = get_args(FormatName)
 NATIVE_GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-NATIVE_SCALES: tuple[str, ...] = get_args(ScaleName)
-"""What kernels cast and tensor cores multiply."""
+NATIVE_SCALES: tuple[str, ...] = get_args(ScaleName)  # what kernels cast and tensor cores multiply
 
-BLOCK = 128
-"""Elements along one side of a `1x128` group or a `128x128` block."""
+BLOCK = 128  # elements along one side of a `1x128` group or a `128x128` block
 
 SMALLEST_SCALE = 2.0**-126
 """Scales never fall below FP32's smallest normal number: GPUs flush subnormal quotients to zero."""
@@ -51,15 +49,11 @@ class Format:
     """A number format: the storage of one element of a tensor."""
 
     name: str
-    dtype: torch.dtype
-    """uint8 for codes that torch has no dtype for."""
-    max: float
-    """Largest finite magnitude; casts saturate here."""
+    dtype: torch.dtype  # uint8 for codes that torch has no dtype for
+    max: float  # largest finite magnitude; casts saturate here
     smallest_subnormal: float
-    codec: Codec | None = None
-    """Casts of codes that torch has no dtype for."""
-    exact_in_bf16: bool = True
-    """Whether every number of the format is one of BF16."""
+    codec: Codec | None = None  # casts of codes that torch has no dtype for
+    exact_in_bf16: bool = True  # whether every number of the format is one of BF16
 
 
 FORMATS = {
@@ -73,12 +67,9 @@ FORMATS = {
 class ScaleType:
     """What values the scales of a cast may take."""
 
-    powers_of_two: bool = False
-    """Whether all of them are powers of two."""
-    multiplied: bool = True
-    """Whether products on tensor cores take such scales."""
-    needs_amax: bool = True
-    """False: the scale is known before any number is. What is too large saturates then."""
+    powers_of_two: bool = False  # whether all of them are powers of two
+    multiplied: bool = True  # whether products on tensor cores take such scales
+    needs_amax: bool = True  # False: the scale is known before any number is. What is too large saturates then.
     from_amax: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     """The scales from the amax of all groups of one tensor, and a format's name; None: those of casts/primitives.py."""
     from_numbers: Callable[[torch.Tensor, str, str], torch.Tensor] | None = None

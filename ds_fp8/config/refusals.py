@@ -14,13 +14,11 @@ from ds_fp8.config.errors import UserError
 
 
 class Row(NamedTuple):
-    of: str
-    """The section, by the name of its class; of a configuration DEEPSPEED, FP8 or STAGE_3."""
+    of: str  # the section, by the name of its class; of a configuration DEEPSPEED, FP8 or STAGE_3
     found: Callable[[Any], Any]
     """Takes the section or configuration; what it returns, unless it is false, is {found} of the words."""
     key: str
-    problem: str
-    """With {c} for the section or configuration, as is the remedy."""
+    problem: str  # with {c} for the section or configuration, as is the remedy
     remedy: str
 
 

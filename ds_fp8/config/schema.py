@@ -46,8 +46,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 SectionType = TypeVar("SectionType", bound=Section)
 
 
-_LISTED = 600
-"""Characters of a list that a message may hold."""
+_LISTED = 600  # characters of a list that a message may hold
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 120, 120, 40
 

@@ -53,8 +53,7 @@ from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 load_cudnn()  # before Transformer Engine, which the gemm backends and PEFT import, finds another one
 
-_deepspeed_initialize = deepspeed.initialize
-"""DeepSpeed's own: `ds_fp8.install` puts `initialize` in its place."""
+_deepspeed_initialize = deepspeed.initialize  # DeepSpeed's own: `ds_fp8.install` puts `initialize` in its place
 
 
 def initialize(

@@ -38,10 +38,8 @@ from ds_fp8.config.schema import nearest, shown
 from ds_fp8.engine.optimizer import make_adamw, research_optimizer, uses_own_optimizer
 from ds_fp8.zero.deepspeed import versions as deepspeed_versions
 
-OWN_SECTIONS = ("fp8", "model", "data", "train")
-"""Sections of this package in a DeepSpeed JSON."""
-AUTO = "auto"
-"""Value that Trainer and Accelerate replace by one of their own."""
+OWN_SECTIONS = ("fp8", "model", "data", "train")  # sections of this package in a DeepSpeed JSON
+AUTO = "auto"  # value that Trainer and Accelerate replace by one of their own
 _OF_DEVICE_MESHES = ("sequence_parallel_size", "data_parallel_size")
 """Keys that DeepSpeed looks up among running ranks alone."""
 _WORDS_FOR_BOOLEANS = {"true": "true", "yes": "true", "false": "false", "no": "false"}

@@ -67,11 +67,9 @@ def why_slow(linears: list[FP8Linear], tokens: int | None) -> str | None:
     )
 
 
-EXPERTS = "experts"
-"""Beginning of the reasons of experts that stay in BF16."""
+EXPERTS = "experts"  # beginning of the reasons of experts that stay in BF16
 NOT_GATHERED = "which only ZeRO-3 gathers in FP8, and not those below its persistence threshold"
-LITTLE = 1 / 3
-"""Share of the parameters in FP8 below which the start report warns."""
+LITTLE = 1 / 3  # share of the parameters in FP8 below which the start report warns
 
 
 def coverage(

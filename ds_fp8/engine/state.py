@@ -26,8 +26,7 @@ from ds_fp8.zero.lifecycle import Lifecycle
 from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step
 
-CHECKPOINT_KEY = "ds_fp8"
-"""Key of the state in the client state of DeepSpeed's checkpoints."""
+CHECKPOINT_KEY = "ds_fp8"  # key of the state in the client state of DeepSpeed's checkpoints
 
 
 class FP8State:
@@ -46,23 +45,16 @@ class FP8State:
         self.health: Health | None = None
         self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: Reduction | None = None
-        self.hosts: Hosts | None = None
-        """Ranks by host; known with FP8 enabled."""
+        self.hosts: Hosts | None = None  # ranks by host; known with FP8 enabled
         self.nodes: Nodes | None = None
-        self.optimizer: AdamW | None = None
-        """The optimizer inside DeepSpeed's, where it is this package's."""
-        self.step: Step | None = None
-        """The step in place of ZeRO-3's; None where DeepSpeed's stays."""
-        self.why_no_step: str | None = None
-        """Reason for which DeepSpeed's step stays."""
-        self.graphs: MicroStepGraphs | None = None
-        """CUDA graphs of forward and backward, where they can be captured."""
-        self.why_no_graphs: str | None = None
-        """Reason for which there are no graphs."""
+        self.optimizer: AdamW | None = None  # the optimizer inside DeepSpeed's, where it is this package's
+        self.step: Step | None = None  # the step in place of ZeRO-3's; None where DeepSpeed's stays
+        self.why_no_step: str | None = None  # reason for which DeepSpeed's step stays
+        self.graphs: MicroStepGraphs | None = None  # CUDA graphs of forward and backward, where they can be captured
+        self.why_no_graphs: str | None = None  # reason for which there are no graphs
         self.preset_reason: str | None = None
         """Reason for a preset that the configuration leaves open; None where it names one."""
-        self.report: dict[str, Any] = {}
-        """The start report, ready for JSON."""
+        self.report: dict[str, Any] = {}  # the start report, ready for JSON
         self._engine = engine
         self._micro_batches_before = 0
         """Micro-batches of the runs that the loaded checkpoint continues: DeepSpeed counts from 0 again."""

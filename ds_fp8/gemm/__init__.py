@@ -40,8 +40,7 @@ DESCRIPTIONS = {
 }
 
 Multiply = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype], torch.Tensor]
-TRIAL = 128
-"""Side of the operands of a product that is tried out."""
+TRIAL = 128  # side of the operands of a product that is tried out
 
 
 def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str | None:

@@ -23,21 +23,16 @@ MAX_FLUSHED, PATIENCE = 0.5, 3
 class CastFigures:
     """Figures of the casts of one tensor class at one site in a measured step."""
 
-    amax: float | None
-    """Largest magnitude; None where something was not finite."""
-    saturated: float
-    """Share of the elements beyond the largest number of their group's scale."""
-    flushed: float
-    """Share of the elements that were not zero and became it."""
+    amax: float | None  # largest magnitude; None where something was not finite
+    saturated: float  # share of the elements beyond the largest number of their group's scale
+    flushed: float  # share of the elements that were not zero and became it
     snr_db: float | None
     """Signal-to-noise ratio, 10 log10(sum x² / sum (x - cast(x))²); None where nothing was lost, or not finite."""
-    scale_min: float | None
-    """Smallest scale of a group; None where all are zero, or not finite."""
+    scale_min: float | None  # smallest scale of a group; None where all are zero, or not finite
     scale_max: float | None
 
 
-Measurement = dict[str, dict[str, CastFigures]]
-"""Tensor class -> site -> figures; only what was cast."""
+Measurement = dict[str, dict[str, CastFigures]]  # tensor class -> site -> figures; only what was cast
 
 
 class CastMonitor:

@@ -70,8 +70,7 @@ class Recast:
 
     scale: str = "pow2"
     rounding: str = "stochastic"
-    zero_clipped: bool = True
-    """True: elements that fprop's cast clipped get no gradient."""
+    zero_clipped: bool = True  # True: elements that fprop's cast clipped get no gradient
 
 
 class RotationConfig(Section):

@@ -48,10 +48,8 @@ from ds_fp8.research.config import Recast, ResearchCasts, ResearchLinear
 from ds_fp8.research.formats import ResearchSpec, cast_matrix
 from ds_fp8.research.formats import clipped as elements_clipped
 
-NO_ROTATION = '{"rotation": {"fprop": null, "dgrad": null, "wgrad": null}}'
-"""An override that rotates nothing."""
-MAX_EXPONENT = 60
-"""Largest exponent of a factor: a weight times it stays far from the end of FP32."""
+NO_ROTATION = '{"rotation": {"fprop": null, "dgrad": null, "wgrad": null}}'  # an override that rotates nothing
+MAX_EXPONENT = 60  # largest exponent of a factor: a weight times it stays far from the end of FP32
 
 
 @dataclass(frozen=True)

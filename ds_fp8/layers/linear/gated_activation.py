@@ -28,8 +28,7 @@ from ds_fp8.layers.linear.recipe import LinearRecipe
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
-Saved = QuantizedTensor | torch.Tensor
-"""gate_up [T, 2F] as kept for backward."""
+Saved = QuantizedTensor | torch.Tensor  # gate_up [T, 2F] as kept for backward
 
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
@@ -68,23 +67,17 @@ def saved_from(tensors: Sequence[torch.Tensor], down: LinearRecipe) -> Saved | N
 
 
 class GatedCast(NamedTuple):
-    product: QuantizedTensor
-    """[T, F], as fprop reads it; with an outlier block, where the recipe has one, wider."""
-    saved: Saved | None
-    """gate and up as kept for backward."""
-    uncast: torch.Tensor | None = None
-    """The product [T, F] in gate_up's dtype, where it is asked for."""
+    product: QuantizedTensor  # [T, F], as fprop reads it; with an outlier block, where the recipe has one, wider
+    saved: Saved | None  # gate and up as kept for backward
+    uncast: torch.Tensor | None = None  # the product [T, F] in gate_up's dtype, where it is asked for
 
 
 class GatedGradients(NamedTuple):
-    dgate_up: QuantizedTensor
-    """[T, 2F], for dgrad."""
+    dgate_up: QuantizedTensor  # [T, 2F], for dgrad
     dgate_up_columnwise: QuantizedTensor | None
     """[2F, T], for wgrad of gate_proj and up_proj; None where there is no wgrad."""
-    product_columnwise: QuantizedTensor | None
-    """[F, T], for wgrad of down_proj; None where there is no wgrad."""
-    drow_factor: torch.Tensor | None = None
-    """FP32 [T], the gradient of the rows' factors, where they have some."""
+    product_columnwise: QuantizedTensor | None  # [F, T], for wgrad of down_proj; None where there is no wgrad
+    drow_factor: torch.Tensor | None = None  # FP32 [T], the gradient of the rows' factors, where they have some
     dgate_up_uncast: torch.Tensor | None = None
     """[T, 2F] in dproduct's dtype, as the product [T, F], where they are asked for."""
     product_uncast: torch.Tensor | None = None

@@ -28,8 +28,7 @@ from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight
 class Swapped(nn.Module):
     """A class to be put before a module's own class by `swapped_class`; its objects can be copied and pickled."""
 
-    prefix = "FP8"
-    """Of the name of the class made."""
+    prefix = "FP8"  # of the name of the class made
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         # The class was made at run time, so that pickle would not find it by its name.

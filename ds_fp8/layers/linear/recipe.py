@@ -34,26 +34,18 @@ Casts = tuple[QuantizedTensor | None, QuantizedTensor | None]
 class LinearRecipe:
     """Casts and products of a linear layer, shared by FP8 linears and fused parts; only `site` differs."""
 
-    input: CastSpec
-    """Cast of x as fprop's operand."""
+    input: CastSpec  # cast of x as fprop's operand
     weight: CastSpec
-    grad_output: CastSpec
-    """Cast of dy as dgrad's operand, and, along the tokens, as wgrad's."""
-    wgrad_input: str
-    """Granularity of x as wgrad's operand, cast along the tokens."""
+    grad_output: CastSpec  # cast of dy as dgrad's operand, and, along the tokens, as wgrad's
+    wgrad_input: str  # granularity of x as wgrad's operand, cast along the tokens
     backend: str
-    save: str
-    """activations.save: "fp8" or "bf16"."""
-    recompute: str
-    """activations.recompute: "none" or "mlp"."""
+    save: str  # activations.save: "fp8" or "bf16"
+    recompute: str  # activations.recompute: "none" or "mlp"
     monitor: CastMonitor = field(compare=False)
     mlp_tile_tokens: int | None = None
-    outlier_channels: int = 0
-    """Channels of the input that fprop multiplies with the residuals of their casts."""
-    outliers: OutlierChannels | None = field(default=None, compare=False)
-    """The outlier channels found at this site."""
-    site: str = field(default="", compare=False)
-    """Name of what multiplies with this recipe, for statistics."""
+    outlier_channels: int = 0  # channels of the input that fprop multiplies with the residuals of their casts
+    outliers: OutlierChannels | None = field(default=None, compare=False)  # the outlier channels found at this site
+    site: str = field(default="", compare=False)  # name of what multiplies with this recipe, for statistics
 
     @property
     def casts_weight_twice(self) -> bool:

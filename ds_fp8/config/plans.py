@@ -1,6 +1,6 @@
 """What a configuration decides, as frozen values: engine/plans.py makes them once, and no room below reads a section.
 
-The casts and products of a linear are the third plan, LinearRecipe (layers/linear/recipe.py), one for each override.
+The third is LayersPlan (layers/convert.py), of the recipes of linears.
 """
 
 from __future__ import annotations
@@ -88,13 +88,3 @@ class StepPlan:
     graph: str  # "off", "auto" or "on"
     min_snr_db: float  # a layer degrades below
     falls_back: bool  # whether a layer that degrades moves to BF16
-
-
-@dataclass(frozen=True)
-class LayersPlan:
-    """How layers compute, besides their recipes."""
-
-    expert_products: str  # "auto", "bf16" or "fp8"
-    attention: str  # "bf16", "e4m3" or "auto"
-    fuses: bool
-    keeps_attention: bool

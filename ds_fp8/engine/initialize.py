@@ -109,7 +109,7 @@ def initialize(
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
     prepared = _located(file, _prepare, configuration, model, preset_reason)
     apply_checkpointing_section(configuration, model)
-    if prepared.plans is not None and prepared.plans.layers.keeps_attention:
+    if configuration.fp8.enabled and configuration.fp8.activations.keep_attention:
         _located(file, keep_attention, model)
     if optimizer is None and own_optimizer is None:
         _say_what_is_compiled(configuration)
@@ -181,7 +181,7 @@ def _prepare(configuration: Configuration, model: torch.nn.Module | None, preset
     if fp8.enabled:
         prepared.notes += added_in_bf16(model)
         plans = prepared.plans = plans_of(fp8, prepared.monitor)
-        prepared.conversion = convert_layers(model, plans.recipe, plans.overrides, plans.layers, plans.group)
+        prepared.conversion = convert_layers(model, plans.layers)
         if not prepared.conversion.converted and not prepared.conversion.experts.converted:
             prepared.monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
         prepared.notes += restore_inverse_frequencies(model)

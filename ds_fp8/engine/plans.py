@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch import nn
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
-from ds_fp8.config.plans import GradientReduction, GroupPlan, LayersPlan, StepPlan
+from ds_fp8.config.plans import GradientReduction, GroupPlan, StepPlan
 from ds_fp8.gemm import select_backend
-from ds_fp8.layers.convert import Conversion
+from ds_fp8.layers.convert import Conversion, LayersPlan
 from ds_fp8.layers.convert import convert as convert_layers
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.selection import Filter
@@ -25,8 +25,6 @@ RECIPES: dict[type[LinearCasts], Callable[..., LinearRecipe]] = {}  # of researc
 class Plans:
     """All plans of a configuration."""
 
-    recipe: LinearRecipe
-    overrides: Mapping[str, LinearRecipe | None]  # by pattern, the first match applies; None: BF16
     layers: LayersPlan
     group: GroupPlan
     step: StepPlan
@@ -39,9 +37,9 @@ def plans_of(config: FP8Config, monitor: CastMonitor | None = None) -> Plans:
         pattern: None if casts == "bf16" else recipe_from_config(config, recipe.monitor, casts)
         for pattern, casts in config.linear.overrides.items()
     }
-    attention, keeps = config.attention.format, config.activations.keep_attention
-    layers = LayersPlan(config.linear.expert_products, attention, config.fuse == "auto", keeps)
-    return Plans(recipe, overrides, layers, group_plan(config), step_plan(config))
+    how = config.linear.expert_products, config.attention.format, config.fuse == "auto"
+    group = group_plan(config)
+    return Plans(LayersPlan(recipe, overrides, group, *how), group, step_plan(config))
 
 
 def group_plan(config: FP8Config) -> GroupPlan:
@@ -113,5 +111,4 @@ def convert(
     filter: Filter | None = None,
 ) -> Conversion:
     """Convert a model as ds_fp8.convert does, with the preset of `config` whatever the weights are."""
-    plans = plans_of(config or FP8Config(), monitor)
-    return convert_layers(model, plans.recipe, plans.overrides, plans.layers, plans.group, filter)
+    return convert_layers(model, plans_of(config or FP8Config(), monitor).layers, filter)

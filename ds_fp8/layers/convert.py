@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.plans import GroupPlan, LayersPlan
+from ds_fp8.config.plans import GroupPlan
 from ds_fp8.config.schema import nearest
 from ds_fp8.layers.attention.format import (
     AttentionFormat,
@@ -39,6 +39,18 @@ from ds_fp8.layers.selection import (
     of_listed_expert,
     unconverted,
 )
+
+
+@dataclass(frozen=True)
+class LayersPlan:
+    """How the layers of a model compute."""
+
+    recipe: LinearRecipe
+    overrides: Mapping[str, LinearRecipe | None]  # by pattern, the first match applies; None: BF16
+    group: GroupPlan
+    expert_products: str  # "auto", "bf16" or "fp8"
+    attention: str  # "bf16", "e4m3" or "auto"
+    fuses: bool
 
 
 @dataclass(frozen=True)
@@ -74,29 +86,23 @@ class Conversion:
         return self.fusion.classes | self.experts.classes
 
 
-def convert(
-    model: nn.Module,
-    recipe: LinearRecipe,
-    recipes: Mapping[str, LinearRecipe | None],
-    plan: LayersPlan,
-    group: GroupPlan,
-    filter: Filter | None = None,
-) -> Conversion:
+def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) -> Conversion:
     """Let the linear layers of a model compute in FP8, in place, and fuse its decoder layers where they can be.
 
-    `recipes` are those of overrides, by pattern; None: BF16. As ds_fp8.convert (engine/initialize.py) otherwise.
+    As ds_fp8.convert does (engine/initialize.py).
     """
+    recipe, group = plan.recipe, plan.group
     layers, experts = linear_layers(model), names_of_experts(model)
     named = [*layers, *experts]
     # Before anything changes: a model that is refused stays what an earlier conversion made of it.
-    _check_patterns(recipes, named)
+    _check_patterns(plan.overrides, named)
     _unfuse(model)
     use_own_kernels(model)
     for module in list(model.modules()):
         if isinstance(module, FP8Experts):
             restore_experts(module)
     restore_attention(model)
-    overrides = {pattern: Override(own) for pattern, own in recipes.items()}
+    overrides = {pattern: Override(own) for pattern, own in plan.overrides.items()}
     override_of = {name: overrides[p] for name, p in first_matches(layers, overrides).items()}
     result = Conversion(recipe, left=unconverted(model, group, filter), overrides=overrides)
     for name, layer in layers.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -64,15 +63,6 @@ class ResearchWgrad(WgradConfig):
     """Granularity of the input, cast along the tokens; null: as linear.input."""
 
 
-@dataclass(frozen=True)
-class Recast:
-    """Second casts, for dgrad and wgrad, of what fprop multiplied."""
-
-    scale: str = "pow2"
-    rounding: str = "stochastic"
-    zero_clipped: bool = True  # True: elements that fprop's cast clipped get no gradient
-
-
 class RotationConfig(Section):
     """Hadamard transforms of the operands of products before their casts, which spread an outlier over its block.
 
@@ -126,10 +116,6 @@ class RecastConfig(Section):
     """Of operands that are cast again."""
     clipped: Literal["zero", "pass"] = "zero"
     """Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input."""
-
-    @property
-    def spec(self) -> Recast | None:
-        return Recast(self.scale, self.rounding, self.clipped == "zero") if self.of == "fprop" else None
 
     def __str__(self) -> str:
         return f"fprop's for the others, {self.scale} {self.rounding}, clipped elements: {self.clipped}"

@@ -44,7 +44,7 @@ from ds_fp8.layers.linear.linear import LAYERS, FP8Linear, Products
 from ds_fp8.layers.linear.recipe import Factor, LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED, dgrad_operand, dgrad_weight, fprop_weight
 from ds_fp8.monitor.statistics import Rows
-from ds_fp8.research.config import Recast, ResearchCasts, ResearchLinear
+from ds_fp8.research.config import RecastConfig, ResearchCasts, ResearchLinear
 from ds_fp8.research.formats import ResearchSpec, cast_matrix
 from ds_fp8.research.formats import clipped as elements_clipped
 
@@ -58,7 +58,7 @@ class ResearchRecipe(LinearRecipe):
 
     wgrad_input_rotation: Rotation | None = None  # of x [T, K], or with `second_cast` of its cast, as wgrad's operand
     wgrad_grad_output_rotation: Rotation | None = None
-    second_cast: Recast | None = None
+    second_cast: RecastConfig | None = None
     smooth_swiglu: bool = False  # whether the down_proj of gated MLPs get Smooth-SwiGLU
     smooth: bool = False  # whether channels of x are divided by factors, and columns of w multiplied by them
 
@@ -145,7 +145,7 @@ class ResearchRecipe(LinearRecipe):
         return row, column
 
     def clipped(self, x: torch.Tensor, spec: CastSpec, cast: QuantizedTensor) -> torch.Tensor | None:
-        wanted = self.second_cast is not None and self.second_cast.zero_clipped
+        wanted = self.second_cast is not None and self.second_cast.clipped == "zero"
         return elements_clipped(rotate(x, spec.rotation), cast) if wanted else None
 
     def _cast_again(self, cast: QuantizedTensor, granularity: str, rotation: Rotation | None) -> QuantizedTensor:
@@ -298,7 +298,7 @@ def research_recipe(
         replace(grad_output, rotation=rotation.along(rotation.dgrad, "tokens")),
         wgrad_input_rotation=along_tokens,
         wgrad_grad_output_rotation=along_tokens if rotation.wgrad == "tokens" else None,
-        second_cast=casts.recast.spec,
+        second_cast=casts.recast if casts.recast.of == "fprop" else None,
         smooth_swiglu=getattr(config.linear, "smooth_swiglu", False),
         **others,
     )

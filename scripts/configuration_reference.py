@@ -18,10 +18,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ds_fp8.config import registry
 from ds_fp8.config.fp8 import FP8Config, OptimizerStateConfig
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.data import DataConfig
+from ds_fp8.research.config import ResearchConfig
 from ds_fp8.research.presets import PRESETS as RESEARCH_PRESETS
 from ds_fp8.train.stage import ModelConfig, TrainConfig
 
@@ -119,9 +119,8 @@ def research_table() -> str:
     """Return the table of the keys that only extensions of the "fp8" section's parts have."""
     found: list[tuple[str, FieldInfo]] = []
     for name, field in FP8Config.model_fields.items():
-        core = field.annotation
-        extension = registry.extension_of(core) if isinstance(core, type) else None
-        if extension is not None:
+        core, extension = field.annotation, ResearchConfig.model_fields[name].annotation
+        if extension is not core:
             known = dict(keys(core, f"{name}."))
             found += [(key, field) for key, field in keys(extension, f"{name}.") if key not in known]
     return _table(found)

@@ -8,7 +8,7 @@ import pytest
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.initialize import _for_deepspeed
-from ds_fp8.optim.from_config import uses_own_optimizer
+from ds_fp8.engine.optimizer import uses_own_optimizer
 
 GOOD = {
     "fp8": {},

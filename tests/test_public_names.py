@@ -43,7 +43,7 @@ assert isinstance(ds_fp8.quantize(torch.ones(2, 128)), QuantizedTensor)
 assert not {"deepspeed", "transformers"} & set(sys.modules)
 ds_fp8.initialize, ds_fp8.convert, ds_fp8.install()
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.linear.recipe import recipe_from_config
+from ds_fp8.engine.plans import recipe_from_config
 for name in PRESETS:
     recipe_from_config(FP8Config.from_preset(name))
 assert not [name for name in sys.modules if name.startswith("ds_fp8.research")]

@@ -29,8 +29,7 @@ from ds_fp8.casts.primitives import apply_factors, cast, decode, group_amax, sca
 from ds_fp8.casts.quantization import QuantizedTensor, block_scales, whole_blocks, width_with_outliers
 from ds_fp8.config.formats import BLOCK, FORMATS
 
-HALF = BLOCK // 2
-"""Channels of an outlier block."""
+HALF = BLOCK // 2  # channels of an outlier block
 
 
 def channel_energy(x: QuantizedTensor) -> torch.Tensor:

@@ -52,15 +52,11 @@ class QuantizedTensor:
         ValueError: The shapes of data and scale do not belong together.
     """
 
-    data: torch.Tensor
-    """FP8, or uint8 codes of a format with a codec, the shape of x."""
-    scale: torch.Tensor
-    """FP32 dequantisation factors of shape `scale_shape(x.shape, granularity)`."""
+    data: torch.Tensor  # FP8, or uint8 codes of a format with a codec, the shape of x
+    scale: torch.Tensor  # FP32 dequantisation factors of shape `scale_shape(x.shape, granularity)`
     granularity: str
-    scale_type: str = "fp32"
-    """A name of SCALE_TYPES; "pow2" promises that every scale is a power of two."""
-    format_name: str | None = None
-    """Name of the format of uint8 codes; FP8 dtypes say theirs."""
+    scale_type: str = "fp32"  # a name of SCALE_TYPES; "pow2" promises that every scale is a power of two
+    format_name: str | None = None  # name of the format of uint8 codes; FP8 dtypes say theirs
 
     def __post_init__(self) -> None:
         if self.format_name is None:
@@ -251,7 +247,7 @@ def _reference(x: torch.Tensor, format: str, granularity: str, scale: str) -> Qu
 
 
 def _check_words(format: str, scale: str) -> None:
-    if not FORMATS.knows(format):
+    if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     check_scale_type(scale)
 

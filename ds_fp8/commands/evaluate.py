@@ -145,13 +145,11 @@ def _load(folder: Path, attention: str) -> tuple[PreTrainedModel, Serving | None
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from ds_fp8.research import munit
     from ds_fp8.train import packed_attention
     from ds_fp8.train.served_model import load_served_model
 
     # Before the folder is loaded, whose configuration may name a model of this type.
     packed_attention.register()
-    munit.register()
     device = get_accelerator().current_device_name()
     return load_served_model(folder, device, {"dtype": torch.bfloat16, "attn_implementation": attention})
 
@@ -182,8 +180,8 @@ def _answers(
 
 def _convert(model: PreTrainedModel, stage: Stage) -> None:
     from ds_fp8 import convert
+    from ds_fp8.engine.plans import recipe_from_config
     from ds_fp8.layers.head.loss import fuse_loss
-    from ds_fp8.layers.linear.recipe import recipe_from_config
     from ds_fp8.monitor.cast_monitor import CastMonitor
 
     convert(model, stage.fp8)

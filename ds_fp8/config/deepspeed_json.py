@@ -36,10 +36,9 @@ Dtype = Literal["fp32", "float32", "float", "fp16", "float16", "half", "bf16", "
 class Configuration:
     """A DeepSpeed configuration as this package reads it. Sections are parsed when they are first asked for."""
 
-    values: Mapping[str, Any]
-    """The JSON, as it was given."""
-    file: str | None = None
-    """Its file, for errors."""
+    values: Mapping[str, Any]  # the JSON, as it was given
+    file: str | None = None  # its file, for errors
+    auto: frozenset[str] = frozenset()  # dotted keys left out of `values`, that another program fills in
 
     @classmethod
     def read(cls, given: str | os.PathLike | Mapping[str, Any]) -> Configuration:

@@ -17,18 +17,13 @@ from typing import Any, NoReturn
 
 # Exit codes of a run: they say whether starting it again helps.
 EXIT_DONE = 0
-EXIT_FAILED = 1
-"""A rank raised an exception: the same command would most likely fail again."""
-EXIT_USER_ERROR = 2
-"""A mistake in a configuration, a path or a hostfile: the message says what to change."""
+EXIT_FAILED = 1  # a rank raised an exception: the same command would most likely fail again
+EXIT_USER_ERROR = 2  # a mistake in a configuration, a path or a hostfile: the message says what to change
 EXIT_LOST = 75
 """A rank, a host or a link was lost, or nothing moved for train.timeout: the same command resumes (EX_TEMPFAIL)."""
-EXIT_INTERRUPTED = 143
-"""Asked to stop (128 + SIGTERM): a checkpoint is saved, and the same command resumes."""
-EXIT_KEYBOARD = 130
-"""128 + SIGINT, as a shell reports it."""
-_RANK_0_SAYS = 10
-"""Seconds that other ranks wait: the launcher ends the whole job as soon as one leaves."""
+EXIT_INTERRUPTED = 143  # asked to stop (128 + SIGTERM): a checkpoint is saved, and the same command resumes
+EXIT_KEYBOARD = 130  # 128 + SIGINT, as a shell reports it
+_RANK_0_SAYS = 10  # seconds that other ranks wait: the launcher ends the whole job as soon as one leaves
 
 
 def clipped(text: str, length: int = 200) -> str:
@@ -54,8 +49,7 @@ class UserError(Exception):
 
     def __init__(self, problem: str, *, remedy: str = "", key: str = "", file: str | os.PathLike | None = None):
         self.problem, self.remedy, self.key, self.file = problem, remedy, key, file
-        self.others: tuple[UserError, ...] = ()
-        """More mistakes found with this one."""
+        self.others: tuple[UserError, ...] = ()  # more mistakes found with this one
         super().__init__(problem)
 
     @property

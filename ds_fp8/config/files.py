@@ -18,8 +18,7 @@ from ds_fp8.config.presets import AXES, as_section
 from ds_fp8.config.schema import shown
 
 MAX_BYTES = 4 << 20
-MAX_DEPTH = 32
-"""Levels of objects and lists in one another: Python copies and prints nested values recursively."""
+MAX_DEPTH = 32  # levels of objects and lists in one another: Python copies and prints nested values recursively
 MAX_INTEGER = 2**63 - 1
 
 

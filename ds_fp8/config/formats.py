@@ -21,18 +21,14 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from ds_fp8.config.registry import Registry
-
 FormatName = Literal["e4m3", "e5m2"]
 Granularity = Literal["tensor", "row", "1x128", "128x128"]
 ScaleName = Literal["fp32", "pow2"]
 NATIVE_FORMATS: tuple[str, ...] = get_args(FormatName)
 NATIVE_GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-NATIVE_SCALES: tuple[str, ...] = get_args(ScaleName)
-"""What kernels cast and tensor cores multiply."""
+NATIVE_SCALES: tuple[str, ...] = get_args(ScaleName)  # what kernels cast and tensor cores multiply
 
-BLOCK = 128
-"""Elements along one side of a `1x128` group or a `128x128` block."""
+BLOCK = 128  # elements along one side of a `1x128` group or a `128x128` block
 
 SMALLEST_SCALE = 2.0**-126
 """Scales never fall below FP32's smallest normal number: GPUs flush subnormal quotients to zero."""
@@ -53,21 +49,17 @@ class Format:
     """A number format: the storage of one element of a tensor."""
 
     name: str
-    dtype: torch.dtype
-    """uint8 for codes that torch has no dtype for."""
-    max: float
-    """Largest finite magnitude; casts saturate here."""
+    dtype: torch.dtype  # uint8 for codes that torch has no dtype for
+    max: float  # largest finite magnitude; casts saturate here
     smallest_subnormal: float
-    codec: Codec | None = None
-    """Casts of codes that torch has no dtype for."""
-    exact_in_bf16: bool = True
-    """Whether every number of the format is one of BF16."""
+    codec: Codec | None = None  # casts of codes that torch has no dtype for
+    exact_in_bf16: bool = True  # whether every number of the format is one of BF16
 
 
-FORMATS: Registry[Format] = Registry(
-    e4m3=Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9),
-    e5m2=Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16),
-)
+FORMATS = {
+    "e4m3": Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9),
+    "e5m2": Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16),
+}
 """E4M3 and E5M2 as of Micikevicius et al. (arXiv 2209.05433)."""
 
 
@@ -75,19 +67,16 @@ FORMATS: Registry[Format] = Registry(
 class ScaleType:
     """What values the scales of a cast may take."""
 
-    powers_of_two: bool = False
-    """Whether all of them are powers of two."""
-    multiplied: bool = True
-    """Whether products on tensor cores take such scales."""
-    needs_amax: bool = True
-    """False: the scale is known before any number is. What is too large saturates then."""
+    powers_of_two: bool = False  # whether all of them are powers of two
+    multiplied: bool = True  # whether products on tensor cores take such scales
+    needs_amax: bool = True  # False: the scale is known before any number is. What is too large saturates then.
     from_amax: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     """The scales from the amax of all groups of one tensor, and a format's name; None: those of casts/primitives.py."""
     from_numbers: Callable[[torch.Tensor, str, str], torch.Tensor] | None = None
     """The scales from the numbers, a format's name and a granularity, where they do not follow from an amax."""
 
 
-SCALE_TYPES: Registry[ScaleType] = Registry(fp32=ScaleType(), pow2=ScaleType(powers_of_two=True))
+SCALE_TYPES = {"fp32": ScaleType(), "pow2": ScaleType(powers_of_two=True)}
 
 
 def has_power_of_two_scales(scale: str) -> bool:
@@ -95,7 +84,7 @@ def has_power_of_two_scales(scale: str) -> bool:
 
 
 def check_scale_type(scale: str) -> None:
-    if not SCALE_TYPES.knows(scale):
+    if scale not in SCALE_TYPES:
         raise ValueError(f"scale {scale!r} is not one of {', '.join(SCALE_TYPES)}")
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from ds_fp8.config import registry
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import BLOCK, FORMATS, FormatName
+from ds_fp8.config.formats import FormatName
 from ds_fp8.config.linear import LinearConfig
+from ds_fp8.config.plans import CodecName, StateGranularity, StatePrecision, StateScale
 from ds_fp8.config.presets import (
     DEFAULT,
     Axis,
@@ -22,7 +23,7 @@ from ds_fp8.config.presets import (
     with_preset,
     without_words,
 )
-from ds_fp8.config.schema import Section, parse_section
+from ds_fp8.config.schema import Section, as_mapping, parse_section
 
 
 class ActivationsConfig(Section):
@@ -44,17 +45,6 @@ class ActivationsConfig(Section):
 
     Forward and backward; neither gate nor up is kept. Gradients of their weights are summed in FP32 over the tiles.
     Needs scales of groups of tokens, as `infir2`, `hybrid_fast` and `precise` have them."""
-
-    @model_validator(mode="after")
-    def _whole_blocks(self) -> ActivationsConfig:
-        tokens = self.mlp_tile_tokens
-        if tokens is not None and tokens % BLOCK:
-            raise UserError(
-                f"tiles of {tokens} tokens would cut groups of {BLOCK} tokens that have a scale together",
-                key="fp8.activations.mlp_tile_tokens",
-                remedy=f'"mlp_tile_tokens": {max(1, round(tokens / BLOCK)) * BLOCK}',
-            )
-        return self
 
 
 class AttentionConfig(Section):
@@ -82,16 +72,6 @@ class ParameterGatherConfig(Section):
     Beside its shards. For [adapters](lora.md) on a few GPUs with room for it. Frozen weights that are no FP8 linears
     (embedding, head, `linear.skip`) are gathered in BF16 as before."""
 
-    @model_validator(mode="after")
-    def _codes_need_a_format(self) -> ParameterGatherConfig:
-        if self.format == "bf16" and self.frozen == "whole":
-            raise UserError(
-                'param_gather.frozen "whole" keeps FP8 codes, but param_gather.format is "bf16"',
-                key="fp8.param_gather.frozen",
-                remedy='remove "frozen", or "format": "e4m3"',
-            )
-        return self
-
 
 class GradientReduceConfig(Section):
     """Format of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
@@ -100,66 +80,6 @@ class GradientReduceConfig(Section):
     """bf16: DeepSpeed's reduce-scatter. Others: a byte an element."""
     scale: Literal["group", "tensor"] = "group"
     """group: one for every 128 elements. tensor: one a gradient, agreed by all ranks and adapted over time (FP8-LM)."""
-
-    @model_validator(mode="after")
-    def _scales_need_a_cast(self) -> GradientReduceConfig:
-        if self.format == "bf16" and self.scale != "group":
-            raise UserError(
-                f'grad_reduce.scale "{self.scale}" needs a cast, but grad_reduce.format is "bf16"',
-                key="fp8.grad_reduce.scale",
-                remedy='remove "scale", or "format": "e4m3"',
-            )
-        return self
-
-
-CodecName = Literal["fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded"]
-StateGranularity = Literal["1x128", "tensor"]
-StateScale = Literal["fp32", "pow2"]
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class StatePrecision:
-    """Formats of the moments. Raises UserError for incompatible options."""
-
-    exp_avg: CodecName = "fp32"
-    exp_avg_sq: CodecName = "fp32"
-    granularity: StateGranularity = "1x128"
-    """Elements of a moment that share a scale: 128 in a row, or all of a tensor (of a rank's part of it)."""
-    scale: StateScale = "fp32"
-    stochastic_rounding: bool = True
-    """Round moments in a byte at random rather than to nearest, which loses much of their changes."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        choices = {"exp_avg": CodecName, "exp_avg_sq": CodecName, "granularity": StateGranularity, "scale": StateScale}
-        for name, words in choices.items():
-            known = get_args(words)
-            own = name in MOMENTS and getattr(self, name) not in known and FORMATS.knows(getattr(self, name))
-            if getattr(self, name) not in known and not own:
-                raise UserError(
-                    f"{name} {getattr(self, name)!r} is unknown",
-                    key=f"fp8.optimizer.{name}",
-                    remedy=f"one of {', '.join(known)}",
-                )
-        if self.granularity == "tensor" and "e4m3_expanded" in (self.exp_avg, self.exp_avg_sq):
-            raise UserError(
-                'e4m3_expanded needs groups of 128 elements, but granularity is "tensor"',
-                key="fp8.optimizer.granularity",
-                remedy='"granularity": "1x128"',
-            )
-
-    @property
-    def stochastic_parts(self) -> tuple[str, ...]:
-        """Return the moments that are rounded at random: an expanded exp_avg is fine enough without."""
-        in_bytes = {"exp_avg": tuple(FORMATS), "exp_avg_sq": (*FORMATS, "e4m3_expanded")}
-        return tuple(
-            name for name, formats in in_bytes.items() if self.stochastic_rounding and getattr(self, name) in formats
-        )
-
-    @property
-    def compressed(self) -> bool:
-        return (self.exp_avg, self.exp_avg_sq) != ("fp32", "fp32")
 
 
 class OptimizerStateConfig(Section):
@@ -209,16 +129,6 @@ class LossConfig(Section):
 
     While FP8 is enabled. Its effect on the loss is known from one short run only."""
 
-    @model_validator(mode="after")
-    def _fp8_needs_the_fused_loss(self) -> LossConfig:
-        if self.head == "fp8" and self.mode == "off":
-            raise UserError(
-                'loss.head "fp8" needs the fused loss, which loss.mode "off" disables',
-                key="fp8.loss.head",
-                remedy='remove "mode": "off", or "head": "bf16"',
-            )
-        return self
-
 
 class MonitorConfig(Section):
     """The health of the casts, measured by layer and tensor class, and what is done about a layer that degrades."""
@@ -246,8 +156,7 @@ class FP8Config(Section):
 
     Supplies the keys that you leave out. The start report says which it is. Beside casts of your own in `linear` it is
     `infir2`."""
-    # SerializeAsAny: an extension (registry.py) is dumped with its own keys.
-    linear: SerializeAsAny[LinearConfig] = LinearConfig()
+    linear: LinearConfig = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
     fuse: Literal["auto", "off"] = "auto"
     """auto: decoder layers of the usual structure run as a few fused operations. off: as they are."""
@@ -261,9 +170,9 @@ class FP8Config(Section):
     intervals, and end at a difference. on: also with such hooks and forwards. off: never. The start report or a line in
     the log gives the reason if there are none."""
     loss: LossConfig = LossConfig()
-    param_gather: SerializeAsAny[ParameterGatherConfig] = ParameterGatherConfig()
-    grad_reduce: SerializeAsAny[GradientReduceConfig] = GradientReduceConfig()
-    optimizer: SerializeAsAny[OptimizerStateConfig] = OptimizerStateConfig()
+    param_gather: ParameterGatherConfig = ParameterGatherConfig()
+    grad_reduce: GradientReduceConfig = GradientReduceConfig()
+    optimizer: OptimizerStateConfig = OptimizerStateConfig()
     monitor: MonitorConfig = MonitorConfig()
     report: Literal["short", "full"] = "short"
     """The start report: ten lines, or all that is known."""
@@ -284,7 +193,7 @@ class FP8Config(Section):
             changes: by key of the "fp8" section. A mapping changes some keys of a section; a section object replaces
                 it; the name of another preset (for linear, param_gather, grad_reduce, optimizer) takes it from there.
         """
-        return parse_section(cls, {**changes, "preset": preset}, key="fp8")
+        return _parse({**changes, "preset": preset})
 
     @model_validator(mode="before")
     @classmethod
@@ -328,48 +237,6 @@ class FP8Config(Section):
     def multiplies_head_in_fp8(self) -> bool:
         return self.enabled and self.loss.head == "fp8"
 
-    @model_validator(mode="after")
-    def _head_has_the_casts(self) -> FP8Config:
-        if self.loss.head == "fp8" and (without := self.linear.why_no_head) is not None:
-            raise UserError(
-                f'loss.head "fp8" does not support {without}',
-                key="fp8.loss.head",
-                remedy=f'"head": "bf16", or {without} in linear.overrides only',
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _masters_are_gathered(self) -> FP8Config:
-        if self.enabled and self.optimizer.master != "fp32":
-            cast, gathered = self.linear.weight, self.param_gather.format
-            if gathered == "bf16" or (cast.format, cast.granularity) != ("e4m3", "128x128") or cast.spec.by_torch:
-                problem = "param_gather.format is bf16" if gathered == "bf16" else f"weights are cast as {cast.spec}"
-                raise UserError(
-                    f"masters are E4M3 codes in blocks of 128x128 with corrections, but {problem}",
-                    key="fp8.optimizer.master",
-                    remedy='"master": "fp32", or a preset such as "infir2"',
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _gathers_what_is_multiplied(self) -> FP8Config:
-        gathered, multiplied = self.param_gather.format, self.linear.weight.format
-        why = self.linear.weight.spec.why_not_gathered
-        if gathered != "bf16" and why is not None:
-            raise UserError(
-                f'param_gather.format "{gathered}" cannot carry weights cast as {self.linear.weight}: {why}',
-                key="fp8.param_gather.format",
-                remedy='"param_gather": {"format": "bf16"}',
-            )
-        if gathered not in ("bf16", multiplied):
-            raise UserError(
-                f'param_gather.format "{gathered}" differs from linear.weight.format "{multiplied}": '
-                "the gathered bytes are what the GEMMs read, so both must be the same",
-                key="fp8.param_gather.format",
-                remedy=f'"param_gather": {{"format": "{multiplied}"}}, or "bf16" to gather without FP8',
-            )
-        return self
-
 
 def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> FP8Config:
     """Return the FP8Config of a whole DeepSpeed configuration.
@@ -383,7 +250,17 @@ def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> 
             if key.lower().replace("_", "").replace("-", "") == "fp8":
                 raise UserError(f'unknown key "{key}"', key=key, file=file, remedy='Did you mean "fp8"?')
         return FP8Config(enabled=False)
-    return parse_section(FP8Config, as_section(raw["fp8"]), key="fp8", file=file)
+    return _parse(as_section(raw["fp8"]), file)
+
+
+def _parse(values: Any, file: str | os.PathLike | None = None) -> FP8Config:
+    try:
+        return parse_section(FP8Config, values, key="fp8", file=file)
+    except UserError:  # perhaps of a paper's key or value
+        if not isinstance(values, Mapping):
+            raise
+        values = {key: as_mapping(value) for key, value in values.items()}
+        return parse_section(registry.load().FP8Config, values, key="fp8", file=file)
 
 
 def section_of(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:

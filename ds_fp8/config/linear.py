@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import NATIVE_SCALES, CastSpec, FormatName, Granularity, ScaleName
+from ds_fp8.config.formats import CastSpec, FormatName, Granularity, ScaleName
 from ds_fp8.config.presets import merge
-from ds_fp8.config.schema import Section, parse_section
+from ds_fp8.config.schema import Section, as_mapping, parse_section
 
 
 class Cast(Section):
@@ -55,8 +55,6 @@ class WgradConfig(Section):
 class LinearCasts(Section):
     """The casts of the operands of a linear layer's three products."""
 
-    scales_beside_outliers: ClassVar[tuple[str, ...]] = NATIVE_SCALES
-
     input: Cast = Cast()
     weight: WeightCast = WeightCast()
     grad_output: Cast = Cast()
@@ -71,31 +69,6 @@ class LinearCasts(Section):
     def why_not_served(self) -> str | None:
         """Return why servers cannot multiply weights that were trained so, or None."""
         return None
-
-    @property
-    def why_no_head(self) -> str | None:
-        """Return what of these casts the language-model head does not have, or None."""
-        return None
-
-    @property
-    def without_outliers(self) -> str | None:
-        """Return what of these casts outlier channels do not go with, or None."""
-        return None
-
-    @model_validator(mode="after")
-    def _outliers_are_of_blocks(self) -> LinearCasts:
-        x, w = self.input, self.weight
-        fits = (x.granularity, w.granularity, x.format, w.format) == ("1x128", "128x128", "e4m3", "e4m3")
-        fits &= x.scale in self.scales_beside_outliers and w.scale in NATIVE_SCALES
-        if self.outlier_channels and not (fits and self.without_outliers is None):
-            raise UserError(
-                f"outlier channels need E4M3 casts in blocks, but input is {x}, weight {w}"
-                + (f", {self.without_outliers}" if self.without_outliers else ""),
-                key="fp8.linear.outlier_channels",
-                remedy='"outlier_channels": 0, or "input": {"granularity": "1x128"}, "weight": {"granularity": '
-                '"128x128"}, both "e4m3", rounded to nearest, with scale "pow2" or "fp32"',
-            )
-        return self
 
     def __str__(self) -> str:
         casts = [f"{name} {getattr(self, name)}" for name in ("input", "weight", "grad_output")]
@@ -122,7 +95,7 @@ class LinearConfig(LinearCasts):
     others. fp8 beside deep_gemm takes its products of groups."""
     skip: tuple[str, ...] = ("lm_head",)
     """Linears that stay BF16: names, parts of dotted names, or glob patterns."""
-    overrides: dict[str, SerializeAsAny[LinearCasts] | Literal["bf16"]] = Field(default_factory=dict)
+    overrides: dict[str, LinearCasts | Literal["bf16"]] = Field(default_factory=dict)
     """Patterns as in `skip`, each with "bf16" or casts: {"*.down_proj": {"input": {"granularity": "tensor"}}}. The
     first match applies.
 
@@ -140,7 +113,7 @@ class LinearConfig(LinearCasts):
         if not isinstance(values, Mapping) or not isinstance(values.get("overrides"), Mapping):
             return values
         casts = cls.casts_of_overrides
-        above = {name: _as_mapping(values[name]) for name in casts.model_fields if name in values}
+        above = {name: as_mapping(values[name]) for name in casts.model_fields if name in values}
         overrides = {}
         for pattern, override in values["overrides"].items():
             key = f'fp8.linear.overrides["{pattern}"]'
@@ -151,13 +124,9 @@ class LinearConfig(LinearCasts):
                     remedy='"bf16", or casts: {"input": {"format": "e5m2"}}',
                 )
             if override != "bf16":
-                changes = _as_mapping(override)
+                changes = as_mapping(override)
                 if isinstance(changes, Mapping):
                     changes = merge(above, changes)
                 override = parse_section(casts, changes, key=key)
             overrides[pattern] = override
         return {**values, "overrides": overrides}
-
-
-def _as_mapping(value: Any) -> Any:
-    return value.model_dump() if isinstance(value, Section) else value

@@ -15,8 +15,7 @@ import sys
 from rich.console import Console, RenderableType
 
 logger = logging.getLogger("ds_fp8")
-_WIDTH = 120
-"""Columns of tables in the logs of others, which have no terminal to ask."""
+_WIDTH = 120  # columns of tables in the logs of others, which have no terminal to ask
 
 
 def show(renderable: RenderableType) -> None:

@@ -141,10 +141,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(name: Any, key: str) -> dict[str, Any]:
-    if isinstance(name, str) and name in PRESETS:
-        return PRESETS[name]
-    registry.load()
-    return registry.PRESETS[_known(name, {**PRESETS, **registry.PRESETS}, "preset", key)]
+    known = {**PRESETS, **registry.PRESETS}
+    return known[_known(name, known, "preset", key)]
 
 
 def _known(name: Any, choices: Mapping[str, Any] | tuple[str, ...], what: str, key: str) -> str:

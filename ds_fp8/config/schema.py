@@ -11,14 +11,11 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ds_fp8.config.errors import UserError, clipped, joined
-from ds_fp8.config.registry import extension_of
+from ds_fp8.config.refusals import refusals
 
 
 class Section(BaseModel):
-    """Base of every section of the JSON that belongs to this package: immutable, typed, unknown keys rejected.
-
-    What a section refuses its extension (registry.py) may take: the result is then an object of that subclass.
-    """
+    """Base of every section of the JSON that belongs to this package: immutable, typed, unknown keys rejected."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=False, allow_inf_nan=False, use_attribute_docstrings=True
@@ -36,23 +33,11 @@ class Section(BaseModel):
             raise ValueError("is not a number")
         return value
 
-    def __init__(self, **values: Any):
-        validated = self.__pydantic_validator__.validate_python(values, self_instance=self)
-        if validated is not self:  # of the extension: so is this one then
-            object.__setattr__(self, "__class__", type(validated))
-            for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__"):
-                object.__setattr__(self, name, getattr(validated, name))
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _or_its_extension(cls, values: Any, validate: Any) -> Any:
-        try:
-            return validate(values)
-        except (UserError, ValidationError):
-            extension = extension_of(cls) if isinstance(values, Mapping) else None
-            if extension is None:
-                raise
-        return extension.model_validate(values)
+    @model_validator(mode="after")
+    def _keys_go_together(self) -> Section:
+        for refusal in refusals(self):
+            raise refusal
+        return self
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -61,8 +46,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 SectionType = TypeVar("SectionType", bound=Section)
 
 
-_LISTED = 600
-"""Characters of a list that a message may hold."""
+_LISTED = 600  # characters of a list that a message may hold
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 120, 120, 40
 
@@ -81,6 +65,10 @@ def nearest(key: str, choices: Iterable[str], otherwise: str = "Known keys") -> 
         return f'Did you mean "{close[0]}"?'
     listed = f"{otherwise}: {', '.join(choices)}."
     return listed if choices and len(listed) <= _LISTED else ""
+
+
+def as_mapping(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, Section) else value
 
 
 def parse_section(
@@ -130,8 +118,7 @@ def wrong_value(mistake: Any, key: str, file: str | os.PathLike | None = None) -
 
 
 def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
-    """Return the field names of the section reached by following `path` from `section`, its extension's too."""
-    section = extension_of(section) or section
+    """Return the field names of the section reached by following `path` from `section`."""
     for name in path:
         if isinstance(name, int):  # the place in a list of sections
             continue
@@ -141,7 +128,7 @@ def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
         inner = [option for option in _inside(field.annotation) if issubclass(option, BaseModel)]
         if not inner:
             return []
-        section = extension_of(inner[0]) or inner[0]
+        section = inner[0]
     return section.model_fields.keys()
 
 

@@ -60,12 +60,12 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
     if state.conversion is not None:
         _refuse_later_parameters(engine)
         state.hosts = find_hosts()
-        state.health = Health(engine, state.monitor, state.config)
+        state.health = Health(engine, state.monitor, state.plans.step)
         # Before the gather: BF16 shards may be freed only if the step here, and not DeepSpeed's, writes them.
         state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
         if state.why_no_step is None:
             state.step = hooks.own_step = Step(engine, engine.basic_optimizer)
-        elif state.config.optimizer.master != "fp32" and has_optimizer(engine):
+        elif state.plans.group.coded_masters and has_optimizer(engine):
             raise UserError(
                 f"masters of codes and corrections need this package's step, but {state.why_no_step}",
                 key="fp8.optimizer.master",
@@ -84,7 +84,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         hooks.reduce_scatter = _reduction(state)
     if state.conversion is not None:
         leave_out_caches(engine)
-        if state.config.graph != "off":
+        if state.plans.step.graph != "off":
             score_all_positions(engine)
         # Last of the parts: it asks them for reasons against graphs, and wraps the call of the module that includes
         # them all.
@@ -113,9 +113,7 @@ def _refuse_later_parameters(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, hooks: Hooks) -> None:
-    if state.config.param_gather.format == "bf16":
-        return
-    weights = _gathered(engine.module)
+    weights = _gathered(engine.module) if state.plans.group.gathers else []
     if not weights:
         return
     group = state.weights = state.health.weights = hooks.group = FP8ParamGroup(
@@ -124,7 +122,7 @@ def _gather_in_fp8(engine: deepspeed.DeepSpeedEngine, state: FP8State, hooks: Ho
     if state.step is not None:
         group.free_bf16_shards()
         state.step.quantize(group)
-    if state.config.param_gather.frozen == "whole":
+    if state.plans.group.frozen_unsharded:
         group.keep_frozen_unsharded()  # behind the BF16 shards: there may be no room for both
 
 
@@ -165,11 +163,12 @@ def parameters_with_corrections(model: nn.Module, trained: set[int]) -> dict[int
 
 
 def _reduction(state: FP8State) -> ReduceScatter:
-    shards, config = state.step.gradients if state.step is not None else None, state.config.grad_reduce
-    if state.conversion is None or config.format == "bf16":
+    shards = state.step.gradients if state.step is not None else None
+    plan = state.plans.step.reduction if state.plans is not None else None
+    if plan is None:
         return ReduceScatter(state.wire, shards)
     state.nodes = find_nodes(state.hosts)
-    reduction = ReduceScatter(state.wire, shards, config, state.nodes, state.health.observe_gradient)
+    reduction = ReduceScatter(state.wire, shards, plan, state.nodes, state.health.observe_gradient)
     state.gradient_reduce = state.health.gradient_reduce = reduction
     return reduction
 
@@ -186,7 +185,7 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, hooks
 
 
 def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
-    why = why_no_graphs(engine, state.config, state.why_no_step)
+    why = why_no_graphs(engine, state.plans.step, state.why_no_step)
     if state.step is not None and untrained_parameters(engine):
         why = why or "some parameters have gradients but are not in the optimizer"
     # All ranks capture or none: a captured collective must not meet an eager one of another rank.
@@ -198,7 +197,7 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
             MicroStep(engine, state.step.gradients, state.weights, state.wire),
             lambda line: health.say(line),  # what `say` is then, which a program may set
             state.monitor,
-            auto=state.config.graph == "auto",
+            auto=state.plans.step.graph == "auto",
         )
         # A layer in BF16 runs other kernels than those that were captured.
         state.health.on_move = state.graphs.reset

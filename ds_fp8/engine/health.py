@@ -15,8 +15,8 @@ from torch import nn
 from ds_fp8.casts import QuantizedTensor, cast, quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import logger
+from ds_fp8.config.plans import StepPlan
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.routing import mixtures
@@ -38,12 +38,9 @@ class HealthReport:
     """Result of one measured step, the same on all ranks."""
 
     measurement: Measurement
-    degraded: list[Degradation]
-    """Thresholds crossed with this measurement."""
-    moved: list[str]
-    """Layers that go on in BF16 because of it."""
-    routing: RoutingMeasurement | None = None
-    """Router statistics of a model with experts."""
+    degraded: list[Degradation]  # thresholds crossed with this measurement
+    moved: list[str]  # layers that go on in BF16 because of it
+    routing: RoutingMeasurement | None = None  # router statistics of a model with experts
 
 
 def check_labels(group: object = None) -> None:
@@ -60,18 +57,17 @@ def check_labels(group: object = None) -> None:
 class Health:
     """Follows an engine. `last` is what the last measured step showed, `layers_in_bf16` all layers moved so far."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, config: FP8Config):
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, plan: StepPlan):
         self.last: HealthReport | None = None
         self.layers_in_bf16: list[str] = []
         self.say: Callable[[str], None] = logger.info
         self.warn: Callable[[str], None] = logger.warning
         self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: ReduceScatter | None = None
-        self.on_move: Callable[[], None] = lambda: None
-        """Called when a layer has moved to BF16."""
-        self._model, self._monitor, self._config = engine.module, monitor, config
+        self.on_move: Callable[[], None] = lambda: None  # called when a layer has moved to BF16
+        self._model, self._monitor, self._plan = engine.module, monitor, plan
         self._device = engine.device
-        self._thresholds = Thresholds(config.monitor)
+        self._thresholds = Thresholds(plan.min_snr_db)
         linears = {name: module for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)}
         # By id, since a Parameter compares element by element. The model keeps its parameters alive, so ids stay
         # unique.
@@ -96,7 +92,7 @@ class Health:
         """Count the cast of a weight's gradient on its way to the other ranks, rounded to nearest, in whole groups."""
         if not self._monitor.active or name not in self._site_of_gradient:
             return
-        flat, format = gradient.flatten(), self._config.grad_reduce.format
+        flat, format = gradient.flatten(), self._plan.reduction.format
         # A ragged last group counts for nothing in a measurement.
         groups = flat[: flat.numel() // BLOCK * BLOCK].view(-1, BLOCK)
         if scale is None:
@@ -121,7 +117,7 @@ class Health:
         for degradation in degraded:
             self.warn(f"warning: step {self._monitor.steps}: FP8 degrades in {degradation}")
         moved = []
-        if self._config.monitor.fallback:
+        if self._plan.falls_back:
             moved = list(dict.fromkeys(layer_of(self._model, degradation.site) for degradation in degraded))
             # A fused layer has several sites: each may have crossed a threshold.
             moved = [layer for layer in moved if layer not in self.layers_in_bf16]

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -31,6 +32,9 @@ from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
 from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach, parameters_with_corrections
 from ds_fp8.engine.model import added_in_bf16, apply_checkpointing_section, weights_are_trained, wider_prefetch
+from ds_fp8.engine.optimizer import choose_optimizer
+from ds_fp8.engine.plans import Plans, plans_of, recipe_from_config
+from ds_fp8.engine.plans import convert as convert_by_plans
 from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
@@ -40,18 +44,15 @@ from ds_fp8.layers.convert import Conversion
 from ds_fp8.layers.convert import convert as convert_layers
 from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
 from ds_fp8.layers.head.loss import LossFusion, fuse_loss
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.selection import Filter
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
-from ds_fp8.optim.from_config import choose_optimizer
 from ds_fp8.zero.deepspeed.masters import without_fp32_masters
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 load_cudnn()  # before Transformer Engine, which the gemm backends and PEFT import, finds another one
 
-_deepspeed_initialize = deepspeed.initialize
-"""DeepSpeed's own: `ds_fp8.install` puts `initialize` in its place."""
+_deepspeed_initialize = deepspeed.initialize  # DeepSpeed's own: `ds_fp8.install` puts `initialize` in its place
 
 
 def initialize(
@@ -86,73 +87,35 @@ def initialize(
     """
     show_without_traceback()
     given = config if config is not None else config_params
-    if given is None and args is not None:
-        given = getattr(args, "deepspeed_config", None)
-    if given is None:
-        raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
-    configuration = Configuration.read(given)
-    fp8, file = configuration.fp8, configuration.file
-    if fp8.enabled:
-        _hush()
-        preflight.check(configuration, optimizer=optimizer, scheduler_given=lr_scheduler is not None)
-        preflight.check_trains(configuration, optimizer, model_parameters)
-        preflight.check_launch()
-        if optimizer is None:
-            preflight.check_compiles(configuration)
+    configuration = Configuration.read(_given(args) if given is None else given)
+    file = configuration.file
+    if configuration.fp8.enabled:
+        _check(configuration, optimizer, model_parameters, lr_scheduler)
     if not dist.is_initialized():
         disable_shm_build()
     watchdog.join()  # before the first collective, where there is a process group
     preset_reason = None
     if model is not None and leaves_preset_open(configuration.values.get("fp8")):
         configuration, preset_reason = _choose_preset(configuration, model, distributed_port, dist_init_required)
-        fp8 = configuration.fp8
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
     _located(file, check_training_data, training_data, mpu)
-    # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.
-    monitor = CastMonitor(fp8.monitor.every if fp8.enabled else 0)
-    conversion = loss = None
-    prefetch: dict[str, int] = {}
-    if fp8.enabled:
+    if configuration.fp8.enabled:
         if model is None:
             raise UserError("initialize needs a model to put FP8 into", remedy="pass model=...")
         _located(file, preflight.check_parallelism, model, mpu)
     # Before the model is converted: an optimizer that is refused leaves the model as it was.
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
-    if fp8.enabled:
-        notes = added_in_bf16(model)
-        conversion = _located(file, convert_layers, model, fp8, monitor)
-        if not conversion.converted and not conversion.experts.converted:
-            monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
-        notes += restore_inverse_frequencies(model)
-        prefetch, more = wider_prefetch(configuration.zero, model)
-        notes += more
-        named = fp8.preset if isinstance(fp8.preset, str) else fp8.preset.get("linear")
-        asked = preset_reason is None and "preset" in fp8.model_fields_set and named == DEFAULT
-        if asked and weights_are_trained(model)[0]:
-            closer = f"{FOR_TRAINED} ends closer to BF16 (docs/configuration.md)"
-            notes.append(f"preset {DEFAULT} on trained weights: {closer}")
-    if fp8.fuses_loss and model is not None:
-        loss = _located(file, _fuse_loss, model, fp8)
-    if conversion is not None and conversion.leaf_classes:
-        # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
-        set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
-        deepspeed_logger.addFilter(_not_of_unmatched_leaves)
+    prepared = _located(file, _prepare, configuration, model, preset_reason)
     apply_checkpointing_section(configuration, model)
-    if fp8.enabled and fp8.activations.keep_attention and model is not None:
+    if configuration.fp8.enabled and configuration.fp8.activations.keep_attention:
         _located(file, keep_attention, model)
-    made = preflight.made_by_deepspeed(configuration) if optimizer is None and own_optimizer is None else None
-    if "fp8" in configuration.values and made is not None and made.__module__.startswith("deepspeed"):
-        words = 'DeepSpeed\'s own %s%s is compiled once, for minutes ("torch_adam": true in its "params" avoids it)'
-        logger.info(words, configuration.optimizer_type, "" if fp8.enabled else ", which steps where FP8 is off,")
-    if getattr(args, "deepspeed_config", None) is not None:
-        # DeepSpeed refuses the configuration in both places.
-        args = copy.copy(args)
-        args.deepspeed_config = None
+    if optimizer is None and own_optimizer is None:
+        _say_what_is_compiled(configuration)
     # From here on ZeRO owns the parameters: modules are replaced above.
-    without = fp8.enabled and fp8.optimizer.master != "fp32"
+    without = prepared.plans is not None and prepared.plans.group.coded_masters
     with without_fp32_masters(parameters_with_corrections) if without else nullcontext():
         result = _deepspeed_initialize(
-            args,
+            _without_config(args),
             model,
             optimizer if own_optimizer is None else own_optimizer,
             model_parameters,
@@ -162,30 +125,106 @@ def initialize(
             mpu,
             dist_init_required,
             collate_fn,
-            _for_deepspeed(configuration, own_optimizer is not None, prefetch),
+            _for_deepspeed(configuration, own_optimizer is not None, prepared.prefetch),
             mesh_param,
         )
-    engine = result[0]
     atexit.register(_end_gloo)
     watchdog.join()  # where DeepSpeed has made the process group
+    _attach(result[0], configuration, prepared, preset_reason)
+    return result
+
+
+@dataclass
+class _Prepared:
+    """A model before ZeRO owns its parameters."""
+
+    monitor: CastMonitor
+    plans: Plans | None = None  # None, as is the conversion: FP8 is disabled
+    conversion: Conversion | None = None
+    loss: LossFusion | None = None
+    notes: list[str] = field(default_factory=list)
+    prefetch: dict[str, int] = field(default_factory=dict)  # limits of ZeRO-3 that are too small
+
+
+def _given(args: Any) -> Any:
+    given = getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
+    return given
+
+
+def _without_config(args: Any) -> Any:
+    if getattr(args, "deepspeed_config", None) is not None:
+        # DeepSpeed refuses the configuration in both places.
+        args = copy.copy(args)
+        args.deepspeed_config = None
+    return args
+
+
+def _check(configuration: Configuration, optimizer: Any, parameters: Any, scheduler: Any) -> None:
+    _hush()
+    preflight.check(configuration, optimizer=optimizer, scheduler_given=scheduler is not None)
+    preflight.check_trains(configuration, optimizer, parameters)
+    preflight.check_launch()
+    if optimizer is None:
+        preflight.check_compiles(configuration)
+
+
+def _prepare(configuration: Configuration, model: torch.nn.Module | None, preset_reason: str | None) -> _Prepared:
+    """Convert a model and fuse its loss as the configuration asks."""
+    fp8 = configuration.fp8
+    # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.
+    prepared = _Prepared(CastMonitor(fp8.monitor.every if fp8.enabled else 0))
+    if fp8.enabled:
+        prepared.notes += added_in_bf16(model)
+        plans = prepared.plans = plans_of(fp8, prepared.monitor)
+        prepared.conversion = convert_layers(model, plans.layers)
+        if not prepared.conversion.converted and not prepared.conversion.experts.converted:
+            prepared.monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
+        prepared.notes += restore_inverse_frequencies(model)
+        prepared.prefetch, more = wider_prefetch(configuration.zero, model)
+        prepared.notes += more
+        named = fp8.preset if isinstance(fp8.preset, str) else fp8.preset.get("linear")
+        asked = preset_reason is None and "preset" in fp8.model_fields_set and named == DEFAULT
+        if asked and weights_are_trained(model)[0]:
+            closer = f"{FOR_TRAINED} ends closer to BF16 (docs/configuration.md)"
+            prepared.notes.append(f"preset {DEFAULT} on trained weights: {closer}")
+    if fp8.fuses_loss and model is not None:
+        prepared.loss = _fuse_loss(model, fp8)
+    if prepared.conversion is not None and prepared.conversion.leaf_classes:
+        # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
+        set_z3_leaf_modules(model, sorted(prepared.conversion.leaf_classes, key=lambda leaf: leaf.__name__))
+        deepspeed_logger.addFilter(_not_of_unmatched_leaves)
+    return prepared
+
+
+def _say_what_is_compiled(configuration: Configuration) -> None:
+    made = preflight.made_by_deepspeed(configuration)
+    if "fp8" in configuration.values and made is not None and made.__module__.startswith("deepspeed"):
+        words = 'DeepSpeed\'s own %s%s is compiled once, for minutes ("torch_adam": true in its "params" avoids it)'
+        off = "" if configuration.fp8.enabled else ", which steps where FP8 is off,"
+        logger.info(words, configuration.optimizer_type, off)
+
+
+def _attach(
+    engine: deepspeed.DeepSpeedEngine, configuration: Configuration, prepared: _Prepared, preset_reason: str | None
+) -> None:
+    fp8, measured = configuration.fp8, "fp8" in configuration.values
     if fp8.enabled:
         check_triton(engine.device)  # before the first cast of weights
-
-    # Also with FP8 disabled: a BF16 twin has the same attributes and the same count of bytes.
-    state = engine.fp8 = FP8State(engine, fp8, monitor)
-    state.conversion, state.loss, state.preset_reason = conversion, loss, preset_reason
+    # Also with FP8 disabled: a BF16 run has the same attributes and the same count of bytes.
+    state = engine.fp8 = FP8State(engine, fp8, prepared.monitor, prepared.plans)
+    state.conversion, state.loss, state.preset_reason = prepared.conversion, prepared.loss, preset_reason
     try:
-        attach(engine, state, measured="fp8" in configuration.values)
+        attach(engine, state, measured=measured)
     except BaseException:  # nobody gets this engine to destroy it, and zero.Init's methods would stay replaced
         engine.destroy()
         raise
-    tokens = _micro_batch_tokens(configuration, engine)
-    state.report = start_report(engine, state, tokens)
-    if conversion is not None:
-        state.report["notes"] += notes
-    if "fp8" in configuration.values:
+    state.report = start_report(engine, state, _micro_batch_tokens(configuration, engine))
+    if fp8.enabled:
+        state.report["notes"] += prepared.notes
+    if measured:
         log_report(state.report, full=fp8.report == "full")
-    return result
 
 
 def convert(
@@ -220,7 +259,7 @@ def convert(
         config = parse_fp8({"fp8": {} if config is None else config})
     if config.leaves_preset_open:
         config, _ = _for_weights(config, model)
-    return convert_layers(model, config, monitor or CastMonitor(0), filter)
+    return convert_by_plans(model, config, monitor or CastMonitor(0), filter)
 
 
 def _end_gloo() -> None:

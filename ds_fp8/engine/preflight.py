@@ -30,23 +30,21 @@ from torch import nn
 from torch.optim import LBFGS, Muon, SparseAdam
 
 from ds_fp8.config import registry
-from ds_fp8.config.deepspeed_json import ACCUMULATION, Configuration, DeepSpeedValues, known_keys
+from ds_fp8.config.deepspeed_json import Configuration, DeepSpeedValues, known_keys
 from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import flat
+from ds_fp8.config.refusals import DEEPSPEED, FP8, STAGE_3, refusals
 from ds_fp8.config.schema import nearest, shown
-from ds_fp8.optim.from_config import make_adamw, uses_own_optimizer
+from ds_fp8.engine.optimizer import make_adamw, research_optimizer, uses_own_optimizer
 from ds_fp8.zero.deepspeed import versions as deepspeed_versions
 
-OWN_SECTIONS = ("fp8", "model", "data", "train")
-"""Sections of this package in a DeepSpeed JSON."""
-AUTO = "auto"
-"""Value that Trainer and Accelerate replace by one of their own."""
+OWN_SECTIONS = ("fp8", "model", "data", "train")  # sections of this package in a DeepSpeed JSON
+AUTO = "auto"  # value that Trainer and Accelerate replace by one of their own
 _OF_DEVICE_MESHES = ("sequence_parallel_size", "data_parallel_size")
 """Keys that DeepSpeed looks up among running ranks alone."""
 _WORDS_FOR_BOOLEANS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
 _NOT_BOOLEAN = (*OWN_SECTIONS[1:], "wandb", "tensorboard", "csv_monitor", "comet")
 """Sections with texts of the user's: names, paths."""
-_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _LISTED_KEYS = {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {"type", "params"}}
 """Keys of sections that DeepSpeed reads key by key."""
 _ADAMS, _POPPED = ("adam", "adamw", "muon"), {ADAM_W_MODE, TORCH_ADAM_PARAM, "fp32_optimizer_states"}
@@ -78,13 +76,13 @@ def check(configuration: Configuration, *, optimizer: Any = None, scheduler_give
         fp8 = configuration.fp8
     except UserError as error:
         mistakes += error.all
-    filled = Configuration(_without_auto(configuration.values), configuration.file)
+    auto = frozenset(key for key, value in flat(configuration.values) if value == AUTO)
+    filled = Configuration(_without_auto(configuration.values), configuration.file, auto)
     _check_keys(configuration.values, refuse)
     try:
         parsed = filled.deepspeed
-        if fp8 and fp8.enabled:
-            _check_fp8(configuration, filled, parsed, refuse)
-        _check_values(filled, parsed, refuse)
+        of = [FP8] + [STAGE_3] * (filled.stage == 3) if fp8 and fp8.enabled else []
+        mistakes += refusals(filled, *of, DEEPSPEED, file=configuration.file)
     except UserError as error:  # nothing is known of the values of a section that DeepSpeed cannot parse
         mistakes += error.all
     if fp8 and fp8.enabled:
@@ -121,146 +119,9 @@ def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
         for key in given if isinstance(given, Mapping) else ():
             if key not in listed:
                 refuse(f"{section}.{clipped(key)}", f'"{section}" has no key {shown(key)}', nearest(key, listed))
-    if "bf16" in values and "bfloat16" in values:
-        refuse("bfloat16", '"bfloat16" is another name of "bf16", and both are given', 'remove "bfloat16"')
     for key, word in flat({key: value for key, value in values.items() if key not in _NOT_BOOLEAN}):
         if isinstance(word, str) and (boolean := _WORDS_FOR_BOOLEANS.get(word.lower())):
             refuse(key, f"{key} is the text {shown(word)}, not true or false", f"{boolean}, without quotation marks")
-
-
-def _check_values(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
-    """Refuse combinations of DeepSpeed's own values that it accepts and fails with later."""
-    accumulation, stage = parsed.grad_accum_dtype, configuration.stage
-    if configuration.bf16.enabled and not stage and accumulation not in (None, "bf16", "bfloat16"):
-        refuse(
-            "data_types.grad_accum_dtype",
-            f"without ZeRO gradients of a BF16 model are summed in BF16, but grad_accum_dtype is {accumulation}",
-            '"bf16", or a "zero_optimization.stage" of at least 1',
-        )
-    offloaded = configuration.optimizer_device != "none"
-    if configuration.bf16.enabled and stage == 1 and accumulation in ("fp32", "float32") and not offloaded:
-        refuse(
-            "data_types.grad_accum_dtype",
-            "DeepSpeed's stage 1 with grad_accum_dtype fp32 writes checkpoints that neither its own tools nor an "
-            "export can read",
-            '"zero_optimization": {"stage": 2}, which takes less memory, or "data_types": {"grad_accum_dtype": "bf16"}',
-        )
-    zero = configuration.zero
-    for key in ("prescale_gradients", "gradient_predivide_factor") if stage and zero.reduce_scatter else ():
-        if getattr(parsed, key) != DeepSpeedValues.model_fields[key].default:
-            problem = f"{key} does not go with ZeRO's reduce-scatter, which divides by the number of ranks itself"
-            refuse(key, problem, f'remove "{key}"')
-
-
-def _check_fp8(given: Configuration, configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
-    """Refuse what of DeepSpeed's own sections contradicts the "fp8" section."""
-    fp8, bf16, zero = configuration.fp8, configuration.bf16, configuration.zero
-    off = 'or "fp8": {"enabled": false}'
-    # "auto" is filled in by Accelerate, before training.
-    if not bf16.enabled and given.given("bf16", "enabled") != AUTO:
-        refuse("bf16.enabled", "fp8 trains BF16 models, but bf16 is not enabled", '"bf16": {"enabled": true}')
-    if zero.zenflow is not None:
-        refuse("zero_optimization.zenflow", "ZenFlow selects gradient columns before they are reduced", "remove it")
-    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if getattr(bf16, key):
-            refuse(
-                f"bf16.{key}",
-                f"{key} makes DeepSpeed keep state that fp8.optimizer keeps",
-                f'"{key}": false; "fp8": {{"optimizer": ...}} has smaller moments (preset "coat")',
-            )
-    if fp8.optimizer.precision().compressed and zero.offload_optimizer is not None:
-        _check_compressed_state(configuration, refuse)
-    if fp8.optimizer.master != "fp32":
-        for what, found, key, remedy in (
-            ("exist in ZeRO stage 3 only", configuration.stage != 3, "stage", '"stage": 3'),
-            ("are not offloaded", zero.offload_optimizer, "offload_optimizer", 'remove "offload_optimizer"'),
-        ):
-            if found:
-                other = f'{remedy}, or "fp8": {{"optimizer": {{"master": "fp32"}}}}'
-                refuse(f"zero_optimization.{key}", f"masters of codes and corrections {what}", other)
-    if parsed.torch_autocast_enabled:
-        problem = "fp8 does not work with torch_autocast, which casts weights too"
-        refuse("torch_autocast.enabled", problem, 'remove "torch_autocast"')
-    if parsed.compile_config.deepcompile:
-        problem = "DeepCompile gathers parameters in its own graph and bypasses the FP8 all-gather"
-        refuse("compile.deepcompile", problem, f'"deepcompile": false, {off}')
-    if parsed.tensor_parallel_config.autotp_size > 1:
-        problem = "FP8 with linears that are split over ranks is untested"
-        refuse("tensor_parallel.autotp_size", problem, f'remove "tensor_parallel", {off}')
-    if parsed.expert_parallel_config.enabled:
-        problem = "FP8 with experts that are spread over ranks is untested"
-        refuse("expert_parallel.enabled", problem, f'remove "expert_parallel", {off}')
-    (_check_stage_3 if configuration.stage == 3 else _check_other_stages)(configuration, parsed, refuse)
-
-
-def _check_other_stages(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
-    parts = {"param_gather": "parameter all-gather", "grad_reduce": "gradient reduce-scatter"}
-    in_fp8 = [key for key in parts if getattr(configuration.fp8, key).format != "bf16"]
-    if in_fp8:
-        bf16 = ", ".join(f'"{key}": {{"format": "bf16"}}' for key in in_fp8)
-        refuse(
-            "zero_optimization.stage",
-            f"FP8 {' and '.join(parts[key] for key in in_fp8)} exist in ZeRO stage 3 only, but the stage is "
-            f"{configuration.stage}",
-            f'"stage": 3, or "fp8": {{{bf16}}} (linears stay in FP8)',
-        )
-
-
-def _check_stage_3(configuration: Configuration, parsed: Any, refuse: Refuse) -> None:
-    zero, fp8 = configuration.zero, configuration.fp8
-    gathers, reduces = fp8.param_gather.format != "bf16", fp8.grad_reduce.format != "bf16"
-    if zero.zero_hpz_partition_size != 1:
-        refuse(
-            "zero_optimization.zero_hpz_partition_size",
-            "hpZ keeps a second BF16 copy of the weights inside each node, which FP8 gathers do not fill",
-            "remove the key: the FP8 all-gather already halves the bytes",
-        )
-    for key in _QUANTIZED:
-        if getattr(zero, key):
-            refuse(f"zero_optimization.{key}", f"{key} quantises what fp8 already sends in FP8", f'"{key}": false')
-    if gathers and configuration.parameter_device != "none":
-        refuse(
-            "zero_optimization.offload_param.device",
-            f"parameter offload to {configuration.parameter_device} moves BF16 shards, and the FP8 gather keeps FP8 "
-            "shards on the device",
-            'remove "offload_param" (offload_optimizer works), or "fp8": {"param_gather": {"format": "bf16"}}',
-        )
-    if configuration.optimizer_device == "nvme":
-        refuse(
-            "zero_optimization.offload_optimizer.device",
-            "the FP8 shards are cast from the FP32 master shards after every step, which NVMe offload swaps out",
-            '"device": "cpu"',
-        )
-    if reduces and not zero.reduce_scatter:
-        refuse(
-            "zero_optimization.reduce_scatter",
-            "reduce_scatter false makes DeepSpeed all-reduce gradients and never reach the FP8 reduction",
-            '"reduce_scatter": true, or "fp8": {"grad_reduce": {"format": "bf16"}}',
-        )
-    accumulation, one = parsed.grad_accum_dtype, f'"{ACCUMULATION}": 1'
-    key = "data_types.grad_accum_dtype"
-    if accumulation in ("bf16", "bfloat16"):
-        # The FP32 sum over ranks is rounded once, to the accumulator. A second micro-batch would be added in BF16.
-        if configuration.given(ACCUMULATION) != 1:
-            problem = f"gradients of several micro-batches are summed in FP32, but grad_accum_dtype is {accumulation}"
-            refuse(key, problem, f'{one}, or "data_types": {{"grad_accum_dtype": "fp32"}}')
-    elif accumulation not in (None, "fp32", "float32"):
-        problem = f"gradients are summed in FP32, but grad_accum_dtype is {accumulation}"
-        refuse(key, problem, f'"data_types": {{"grad_accum_dtype": "fp32"}}, or "bf16" with {one}')
-
-
-def _check_compressed_state(configuration: Configuration, refuse: Refuse) -> None:
-    offload, section = configuration.zero.offload_optimizer, "zero_optimization.offload_optimizer"
-    fp32 = 'or "fp8": {"optimizer": {"exp_avg": "fp32", "exp_avg_sq": "fp32"}}'
-    if configuration.optimizer_device == "nvme" and configuration.stage != 3:
-        problem = "NVMe offload swaps FP32 moments, but fp8.optimizer compresses them"
-        refuse(f"{section}.device", problem, f'"device": "cpu", {fp32}')
-    if offload.ratio != 1.0:
-        problem = "partial offload steps a part of the parameters with another Adam, whose state is FP32"
-        refuse(f"{section}.ratio", problem, f'"ratio": 1.0, {fp32}')
-    if offload.super_offload:
-        problem = "SuperOffload steps with its own Adam, whose state is FP32"
-        refuse(f"{section}.super_offload", problem, f'"super_offload": false, {fp32}')
 
 
 def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, mistakes: list[UserError]) -> None:
@@ -285,8 +146,9 @@ def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, 
         return
     of_torch = {key for key, entry in vars(torch.optim).items() if isinstance(entry, type)} - {"Optimizer"}
     lower = name.lower()
-    if registry.OPTIMIZERS.knows(lower):
-        kind = registry.OPTIMIZERS[lower]
+    own = research_optimizer(name)
+    if own is not None:
+        kind = own
     elif lower in DEEPSPEED_OPTIMIZERS:
         kind = _muon if lower == "muon" else made_by_deepspeed(configuration)
         params = {key: value for key, value in params.items() if lower not in _ADAMS or key not in _POPPED}
@@ -298,9 +160,9 @@ def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, 
         return
     _check_stepped(configuration, name, kind, False, refuse)
     wrong = kind is None or _check_call(name, kind, params, "optimizer.params", refuse)
-    if not wrong and registry.OPTIMIZERS.knows(lower):
+    if own is not None and not wrong:
         try:
-            kind([nn.Parameter(torch.ones(1))], **params)  # which says itself what is out of range
+            own([nn.Parameter(torch.ones(1))], **params)  # which says itself what is out of range
         except UserError as error:
             mistakes.append(error)
 
@@ -315,7 +177,7 @@ def _check_stepped(configuration: Configuration, name: str, kind: Any, given: bo
     no_mup = kind is None and importlib.util.find_spec("mup") is None
     scatters = stage == 3 and kind is _muon and configuration.zero.reduce_scatter
     whole = '"reduce_scatter": false, and "fp8": {"grad_reduce": {"format": "bf16"}}'
-    tested = kind in (_muon, *ZERO_SUPPORTED_OPTIMIZERS) or registry.OPTIMIZERS.knows(name.lower())
+    tested = kind in (_muon, *ZERO_SUPPORTED_OPTIMIZERS, *registry.OPTIMIZERS.values())
     untested = stage and not tested and not parsed.zero_allow_untested_optimizer
     offloads = given and configuration.optimizer_device != "none" and kind not in (DeepSpeedCPUAdam, DeepSpeedCPULion)
     allow, force = "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"

@@ -18,8 +18,9 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS
-from ds_fp8.config.fp8 import MOMENTS, FP8Config
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.log import show
+from ds_fp8.config.plans import MOMENTS
 from ds_fp8.engine.state import FP8State
 from ds_fp8.gemm import DESCRIPTIONS
 from ds_fp8.graphs.conditions import unknown_code
@@ -66,11 +67,9 @@ def why_slow(linears: list[FP8Linear], tokens: int | None) -> str | None:
     )
 
 
-EXPERTS = "experts"
-"""Beginning of the reasons of experts that stay in BF16."""
+EXPERTS = "experts"  # beginning of the reasons of experts that stay in BF16
 NOT_GATHERED = "which only ZeRO-3 gathers in FP8, and not those below its persistence threshold"
-LITTLE = 1 / 3
-"""Share of the parameters in FP8 below which the start report warns."""
+LITTLE = 1 / 3  # share of the parameters in FP8 below which the start report warns
 
 
 def coverage(
@@ -152,11 +151,10 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     gather = state.weights
     left = state.conversion.left | state.conversion.experts.left
     covered = coverage(engine.module, left, gather.in_fp8 if gather is not None else lambda parameter: False)
-    partitioned = [m.weight for m in linears if is_partitioned(m.weight)]
-    gathered = [weight for weight in partitioned if gather is not None and gather.in_fp8(weight)]
+    weights = [linear.weight for linear in linears if is_partitioned(linear.weight)]
+    gathered = [weight for weight in weights if gather is not None and gather.in_fp8(weight)]
     # Whole shapes: a partitioned parameter's own shape is that of an empty tensor.
     gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered["fp8_gathered_experts"]
-    whole, read = len(linears) - len(partitioned), len(partitioned) - len(gathered)
     fp8, recipe = state.config, state.conversion.recipe
     precision = fp8.optimizer.precision()
     report |= {
@@ -207,48 +205,58 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "moved_to_bf16": state.health.layers_in_bf16,
         "notes": [],
     }
-    if whole and fp8.param_gather.format != "bf16":
-        report["notes"].append(
-            f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
-            "weights whole in BF16, and they are cast when used"
-        )
-    if read and fp8.param_gather.format != "bf16":
-        report["notes"].append(
-            f"the weights of {read} FP8 linears are gathered in BF16, because other modules read them"
-        )
+    report["notes"] += _notes(engine, state, report, tokens)
+    return report
+
+
+def _notes(
+    engine: deepspeed.DeepSpeedEngine, state: FP8State, report: dict[str, Any], tokens: int | None
+) -> Iterator[str]:
+    """Yield what a user may want to change, from the facts of a report."""
+    linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    if state.plans.group.gathers:
+        partitioned = [linear.weight for linear in linears if is_partitioned(linear.weight)]
+        if whole := len(linears) - len(partitioned):
+            yield (
+                f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
+                "weights whole in BF16, and they are cast when used"
+            )
+        if read := sum(state.weights is None or not state.weights.in_fp8(weight) for weight in partitioned):
+            yield f"the weights of {read} FP8 linears are gathered in BF16, because other modules read them"
     if untrained := untrained_parameters(engine):
-        report["notes"].append(_forgotten(untrained))
-    if not linears and not covered["fp8_gathered_experts"]:
-        report["notes"].append("no linear layer is in FP8: fp8.linear.overrides keeps them in BF16")
-    elif (in_fp8 := covered["fp8_parameters"] + covered["fp8_gathered_experts"]) < LITTLE * total:
-        report["notes"].append(f"only {in_fp8 / total:.0%} of the parameters are in FP8: expect little gain")
+        yield _forgotten(untrained)
+    in_fp8 = report["fp8_parameters"] + report["fp8_gathered_experts"]
+    if not linears and not report["fp8_gathered_experts"]:
+        yield "no linear layer is in FP8: fp8.linear.overrides keeps them in BF16"
+    elif in_fp8 < LITTLE * report["parameters"]:
+        yield f"only {in_fp8 / report['parameters']:.0%} of the parameters are in FP8: expect little gain"
     if state.conversion.unmatched:
-        report["notes"].append(f"fp8.linear.skip matches no linear: {', '.join(state.conversion.unmatched)}")
-    report["notes"] += [
-        f'fp8.linear.overrides "{part["pattern"]}" has no effect: other patterns, or the reasons above, apply first'
-        for part in report["overrides"]
-        if not part["linears"]
-    ]
-    report["notes"] += _in_folders(engine.module)
+        yield f"fp8.linear.skip matches no linear: {', '.join(state.conversion.unmatched)}"
+    for part in report["overrides"]:
+        if not part["linears"]:
+            yield (
+                f'fp8.linear.overrides "{part["pattern"]}" has no effect: other patterns, or the reasons above, apply '
+                "first"
+            )
+    yield from _in_folders(engine.module)
     if (without := _without_outlier_channels(state)) is not None:
-        report["notes"].append(without)
-    masters = None if gather is None else gather.coded
+        yield without
+    masters = None if state.weights is None else state.weights.coded
     if masters is not None and (slow := masters.stepped_in_torch):
-        report["notes"].append(
+        yield (
             f"optimizer.master: {slow} weights have rows or shards that are no multiples of 128, or other casts beside "
             "them in a sub-group: their step runs in torch, slower, and with FP32 masters of a sub-group for a moment "
             '("master": "fp32" has a kernel for all)'
         )
     if report["emulated"]:
         formats = ", ".join(report["emulated"])
-        report["notes"].append(f"emulated, in one byte an element: {formats}; nothing here computes with them natively")
-    if recipe.backend == "reference" and linears:
-        report["notes"].append("emulated arithmetic: the numerics of FP8, slower than BF16")
+        yield f"emulated, in one byte an element: {formats}; nothing here computes with them natively"
+    if state.conversion.recipe.backend == "reference" and linears:
+        yield "emulated arithmetic: the numerics of FP8, slower than BF16"
     elif state.why_no_graphs and (slow := why_slow(linears, tokens)) is not None:
-        report["notes"].append(f'{slow} ("graph": "auto")' if fp8.graph == "off" else slow)
+        yield f'{slow} ("graph": "auto")' if state.plans.step.graph == "off" else slow
     if state.graphs is not None and (others := unknown_code(engine.module)) is not None:
-        report["notes"].append(f"{others}: graphs keep the Python values of their capture until a check finds a change")
-    return report
+        yield f"{others}: graphs keep the Python values of their capture until a check finds a change"
 
 
 def _in_folders(model: nn.Module) -> list[str]:

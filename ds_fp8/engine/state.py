@@ -11,6 +11,7 @@ import deepspeed
 from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
+from ds_fp8.engine.plans import Plans
 from ds_fp8.graphs.driver import GraphDriver
 from ds_fp8.layers.convert import Conversion, casts, stop_casting
 from ds_fp8.layers.head.loss import LossFusion
@@ -25,15 +26,16 @@ from ds_fp8.zero.hosts import Hosts, Nodes
 from ds_fp8.zero.reduce import ReduceScatter
 from ds_fp8.zero.step import Step
 
-CHECKPOINT_KEY = "ds_fp8"
-"""Key of the state in the client state of DeepSpeed's checkpoints."""
+CHECKPOINT_KEY = "ds_fp8"  # key of the state in the client state of DeepSpeed's checkpoints
 
 
 class FP8State:
     """FP8 state of an engine (`engine.fp8`), with FP8 enabled or not."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, config: FP8Config, monitor: CastMonitor):
-        self.config, self.monitor = config, monitor
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, config: FP8Config, monitor: CastMonitor, plans: Plans | None = None
+    ):
+        self.config, self.monitor, self.plans = config, monitor, plans  # plans: None where FP8 is disabled
         self.wire: WireMeter | None = None
         """None without an "fp8" section, and below ZeRO stage 3: nothing is measured there."""
         self.hooks: Hooks | None = None
@@ -43,23 +45,16 @@ class FP8State:
         self.health: Health | None = None
         self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: ReduceScatter | None = None
-        self.hosts: Hosts | None = None
-        """Ranks by host; known with FP8 enabled."""
+        self.hosts: Hosts | None = None  # ranks by host; known with FP8 enabled
         self.nodes: Nodes | None = None
-        self.optimizer: AdamW | None = None
-        """The optimizer inside DeepSpeed's, where it is this package's."""
-        self.step: Step | None = None
-        """The step in place of ZeRO-3's; None where DeepSpeed's stays."""
-        self.why_no_step: str | None = None
-        """Reason for which DeepSpeed's step stays."""
-        self.graphs: GraphDriver | None = None
-        """CUDA graphs of forward and backward, where they can be captured."""
-        self.why_no_graphs: str | None = None
-        """Reason for which there are no graphs."""
+        self.optimizer: AdamW | None = None  # the optimizer inside DeepSpeed's, where it is this package's
+        self.step: Step | None = None  # the step in place of ZeRO-3's; None where DeepSpeed's stays
+        self.why_no_step: str | None = None  # reason for which DeepSpeed's step stays
+        self.graphs: GraphDriver | None = None  # CUDA graphs of forward and backward, where they can be captured
+        self.why_no_graphs: str | None = None  # reason for which there are no graphs
         self.preset_reason: str | None = None
         """Reason for a preset that the configuration leaves open; None where it names one."""
-        self.report: dict[str, Any] = {}
-        """The start report, ready for JSON."""
+        self.report: dict[str, Any] = {}  # the start report, ready for JSON
         self._engine = engine
         self._micro_batches_before = 0
         """Micro-batches of the runs that the loaded checkpoint continues: DeepSpeed counts from 0 again."""

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from ds_fp8.casts import quantize
 from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.files import check_writable
-from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.config.presets import AXES
+from ds_fp8.engine.plans import group_plan
 from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
 from ds_fp8.export.plan import Entry, Numbers, Plan, adapters_refused, check_architecture, check_layout, make_plan
 from ds_fp8.layers.experts.selection import experts_left, names_of_experts
@@ -82,10 +83,10 @@ def export_checkpoint(
     left_open = "preset" not in fp8.model_fields_set or "linear" not in named
     if fp8.enabled and "preset" in trained and left_open:
         # Chosen by the weights when training began.
-        fp8 = FP8Config(**{**fp8.model_dump(exclude_unset=True), "preset": trained["preset"]})
+        fp8 = parse_fp8({"fp8": {**fp8.model_dump(exclude_unset=True), "preset": trained["preset"]}})
         check_layout(layout, fp8.linear.weight)
-    left = unconverted(model, fp8.linear) if fp8.enabled else dict.fromkeys(dict(model.named_modules()), "BF16 run")
     modules = dict(model.named_modules())
+    left = unconverted(model, group_plan(fp8)) if fp8.enabled else dict.fromkeys(modules, "BF16 run")
     in_bf16 = dict.fromkeys(trained.get("layers_in_bf16", ()), "moved to BF16 in training")
     in_bf16 |= dict.fromkeys(trained.get("excluded_by_filter", ()), "excluded by the filter")
     for layer, reason in in_bf16.items():
@@ -98,7 +99,7 @@ def export_checkpoint(
     configs = section_of(state, "ds_config"), deepspeed_config or {}
     zero = next(filter(None, (section_of(c, "zero_optimization") for c in configs)), {})
     rounds_first = _rounds_first(model, fp8, zero, trained.get("gathered_in_fp8"))
-    kept = experts_left(model, fp8) if fp8.enabled else {}
+    kept = experts_left(model, group_plan(fp8)) if fp8.enabled else {}
     for name in names_of_experts(model):
         if name in kept or not fp8.enabled or rounds_first(name):
             left.setdefault(name, kept.get(name, "in BF16 in training"))
@@ -117,7 +118,8 @@ def export_model(
 ) -> Plan:
     """Write the folder of a model in BF16 on the CPU, its weights cast as training with this section casts them."""
     check_target(folder, force)
-    plan = make_plan(model, unconverted(model, fp8.linear) | experts_left(model, fp8), fp8.linear, layout)
+    group = group_plan(fp8)
+    plan = make_plan(model, unconverted(model, group) | experts_left(model, group), fp8.linear, layout)
     plan = replace(plan, origin="The codes are cast from weights in BF16")
     held = dict(model.named_parameters()) | stored_buffers(model)
     read = ({name: held[name].detach() for name in entry.form.shapes} for entry in plan.entries)

@@ -23,12 +23,11 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config import registry
 from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.formats import FORMATS, CastSpec, scale_shape
-from ds_fp8.config.registry import Registry
 from ds_fp8.gemm import cublas, deep_gemm, reference
 
 __all__ = ["BACKENDS", "DESCRIPTIONS", "reads_transposed", "scaled_matmul", "select_backend", "unavailable"]
 
-BACKENDS: Registry[ModuleType] = Registry(deep_gemm=deep_gemm, cublas=cublas, reference=reference)
+BACKENDS: dict[str, ModuleType] = {"deep_gemm": deep_gemm, "cublas": cublas, "reference": reference}
 """Backends in order of preference; research registers those that have not been seen to run.
 
 Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul that is called with operands it
@@ -41,8 +40,7 @@ DESCRIPTIONS = {
 }
 
 Multiply = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype], torch.Tensor]
-TRIAL = 128
-"""Side of the operands of a product that is tried out."""
+TRIAL = 128  # side of the operands of a product that is tried out
 
 
 def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str | None:

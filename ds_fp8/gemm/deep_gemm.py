@@ -32,8 +32,7 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.log import logger
 from ds_fp8.gemm import cublas
 
-ROWS = 16
-"""The rows of a product must be a multiple of it, to which its scales are padded."""
+ROWS = 16  # the rows of a product must be a multiple of it, to which its scales are padded
 
 
 class Product(NamedTuple):
@@ -42,8 +41,7 @@ class Product(NamedTuple):
     rows: int
     columns: int
     contraction: int
-    groups: int = 0
-    """Matrices, each of a group of rows; 0: one matrix and no groups."""
+    groups: int = 0  # matrices, each of a group of rows; 0: one matrix and no groups
 
     @property
     def possible(self) -> bool:
@@ -53,8 +51,7 @@ class Product(NamedTuple):
         return " x ".join(map(str, self[:3])) + (f" of {self.groups} groups" if self.groups else "")
 
 
-_ready: set[Product] = set()
-"""Products whose kernels this process has loaded."""
+_ready: set[Product] = set()  # products whose kernels this process has loaded
 
 
 @functools.lru_cache(maxsize=1)

@@ -25,12 +25,9 @@ from ds_fp8.gemm import deep_gemm, reference
 class RowGroups(NamedTuple):
     """Rows of a matrix [R, ...] by group; R is a multiple of 128."""
 
-    counts: torch.Tensor
-    """int32 [G], the rows of each group."""
-    starts: torch.Tensor
-    """int32 [G], the first row of each group: multiples of 128, in the order of the groups."""
-    of_tile: torch.Tensor
-    """int32 [R/128], the group of each 128 rows; -1 where they belong to none."""
+    counts: torch.Tensor  # int32 [G], the rows of each group
+    starts: torch.Tensor  # int32 [G], the first row of each group: multiples of 128, in the order of the groups
+    of_tile: torch.Tensor  # int32 [R/128], the group of each 128 rows; -1 where they belong to none
 
 
 def unsupported(a: CastSpec, b: CastSpec) -> str | None:

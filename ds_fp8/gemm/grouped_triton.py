@@ -21,10 +21,8 @@ from ds_fp8.gemm.grouped import RowGroups
 WARPS = 8
 STAGES = 4
 """Tiles of either operand that are on their way at once. Registers leave room for one program a multiprocessor."""
-REGISTERS: int | None = None
-"""Limit of registers a thread: 128, with 3 stages, would leave room for two programs."""
-PANEL = 8
-"""Tiles of rows whose programs run one after another, column by column: what they read stays in the L2 cache."""
+REGISTERS: int | None = None  # limit of registers a thread: 128, with 3 stages, would leave room for two programs
+PANEL = 8  # tiles of rows whose programs run one after another, column by column: what they read stays in the L2 cache
 
 
 @triton.jit

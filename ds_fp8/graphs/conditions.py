@@ -16,7 +16,7 @@ from torch.nn.modules import module as of_all_modules
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.plans import StepPlan
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, recomputed_by
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import PREFIX, rows_stay_in_bf16
@@ -48,15 +48,16 @@ _WRITTEN_BY_OTHERS = frozenset({*vars(nn.Module()), "_external_params", "applied
 # ---------------------------------------------------------------- the engine
 
 
-def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step: str | None) -> str | None:
+def why_no_graphs(engine: deepspeed.DeepSpeedEngine, plan: StepPlan, why_no_step: str | None) -> str | None:
     """Return what keeps this engine from capturing any micro-batch, or None."""
     recipes = [module.recipe for module in engine.module.modules() if isinstance(module, FP8Linear)]
     casts = [cast for recipe in recipes for cast in (recipe.input, recipe.weight, recipe.grad_output)]
     reasons = {
-        '"graph" is "off"': fp8.graph == "off",
+        '"graph" is "off"': plan.graph == "off",
         "there is no CUDA device": engine.device.type != "cuda",
         f"DeepSpeed's step stays: {why_no_step}": why_no_step is not None,
-        "gradients have one scale each, which adapts over time": fp8.grad_reduce.scale == "tensor",
+        "gradients have one scale each, which adapts over time": plan.reduction is not None
+        and plan.reduction.scale == "tensor",
         "casts are emulated, operation by operation": any(cast.by_torch for cast in casts),
         "ranks share sequences by other code than transformers' attention functions": (
             engine.sequence_parallel_size > 1 and place_of_slices(_attention_of(engine.module)) is None
@@ -68,7 +69,7 @@ def why_no_graphs(engine: deepspeed.DeepSpeedEngine, fp8: FP8Config, why_no_step
         COMPILED: engine.module._compiled_call_impl is not None,
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
-    if found is None and fp8.graph == "auto":
+    if found is None and plan.graph == "auto":
         # A hang is the one fault that graphs do not find by checking themselves.
         found = SHARED if engine.sequence_parallel_size > 1 else why_auto_disabled(engine.module)
     return found

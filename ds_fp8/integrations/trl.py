@@ -12,6 +12,7 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.engine.plans import group_plan
 from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.export.plan import plan_to_serve, quantization_config
 from ds_fp8.integrations.install import with_section
@@ -57,7 +58,7 @@ def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
     It starts on the model's own folder without reading its weights: `sync_weights` brings them.
     """
     # As `served_plan`, before there is an engine.
-    left = unconverted(model, fp8.linear) | experts_left(model, fp8)
+    left = unconverted(model, group_plan(fp8)) | experts_left(model, group_plan(fp8))
     plan = plan_to_serve(model, left, fp8.linear)
     in_bf16 = "leave ds_fp8.integrations.trl.install() out, and TRL sends weights in BF16"
     if plan.quantized and plan.cast.granularity == "tensor":

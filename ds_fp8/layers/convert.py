@@ -7,13 +7,13 @@ Find the products of a converted model that DeepGEMM computes, so that their ker
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.plans import GroupPlan
 from ds_fp8.config.schema import nearest
 from ds_fp8.layers.attention.format import (
     AttentionFormat,
@@ -28,8 +28,8 @@ from ds_fp8.layers.experts.experts import ExpertsConversion, FP8Experts, convert
 from ds_fp8.layers.experts.routing import count_without_waiting
 from ds_fp8.layers.experts.selection import backend_of_experts, experts_left, multiplies_experts, names_of_experts
 from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
-from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
+from ds_fp8.layers.linear.linear import LAYERS, FP8Linear
+from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.selection import (
     OVERRIDDEN,
     Filter,
@@ -39,7 +39,18 @@ from ds_fp8.layers.selection import (
     of_listed_expert,
     unconverted,
 )
-from ds_fp8.monitor.cast_monitor import CastMonitor
+
+
+@dataclass(frozen=True)
+class LayersPlan:
+    """How the layers of a model compute."""
+
+    recipe: LinearRecipe
+    overrides: Mapping[str, LinearRecipe | None]  # by pattern, the first match applies; None: BF16
+    group: GroupPlan
+    expert_products: str  # "auto", "bf16" or "fp8"
+    attention: str  # "bf16", "e4m3" or "auto"
+    fuses: bool
 
 
 @dataclass(frozen=True)
@@ -75,55 +86,43 @@ class Conversion:
         return self.fusion.classes | self.experts.classes
 
 
-def convert(
-    model: nn.Module,
-    config: FP8Config | None = None,
-    monitor: CastMonitor | None = None,
-    filter: Filter | None = None,
-) -> Conversion:
+def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) -> Conversion:
     """Let the linear layers of a model compute in FP8, in place, and fuse its decoder layers where they can be.
 
-    As ds_fp8.convert (engine/initialize.py), with the preset of `config` whatever the weights are.
+    As ds_fp8.convert does (engine/initialize.py).
     """
-    config = config or FP8Config()
-    recipe = recipe_from_config(config, monitor)
+    recipe, group = plan.recipe, plan.group
     layers, experts = linear_layers(model), names_of_experts(model)
     named = [*layers, *experts]
     # Before anything changes: a model that is refused stays what an earlier conversion made of it.
-    _check_patterns(config.linear.overrides, named)
+    _check_patterns(plan.overrides, named)
     _unfuse(model)
     use_own_kernels(model)
     for module in list(model.modules()):
         if isinstance(module, FP8Experts):
             restore_experts(module)
     restore_attention(model)
-    overrides = {
-        pattern: Override(None if casts == "bf16" else recipe_from_config(config, recipe.monitor, casts))
-        for pattern, casts in config.linear.overrides.items()
-    }
+    overrides = {pattern: Override(own) for pattern, own in plan.overrides.items()}
     override_of = {name: overrides[p] for name, p in first_matches(layers, overrides).items()}
-    result = Conversion(recipe, left=unconverted(model, config.linear, filter), overrides=overrides)
+    result = Conversion(recipe, left=unconverted(model, group, filter), overrides=overrides)
     for name, layer in layers.items():
         if name not in result.left:
-            # The class from before the first conversion, for `restore`; a converted layer knows it already.
-            layer.own_class = type(layer) if not isinstance(layer, FP8Linear) else layer.own_class
-            layer.__class__ = FP8Linear
             own = override_of[name].recipe if name in override_of else recipe
             if of_listed_expert(name):
                 # All ranks look for outlier channels together, and not all of them may call this layer.
                 own = replace(own, outlier_channels=0)
-            layer.recipe = own.for_layer(name, layer, model)
+            LAYERS.get(type(own), FP8Linear).swap_in(layer, name, own, model)
             result.converted.append(name)
         elif isinstance(layer, FP8Linear):
             restore(layer)
     of_experts = {name: overrides[pattern] for name, pattern in first_matches(experts, overrides).items()}
-    multiply = multiplies_experts(config.linear.expert_products, recipe.backend)
+    multiply = multiplies_experts(plan.expert_products, recipe.backend)
 
     def recipe_of_experts(name: str) -> LinearRecipe:
         own = of_experts[name].recipe if name in of_experts else recipe
-        return replace(own, backend=backend_of_experts(config.linear.expert_products, own.backend))
+        return replace(own, backend=backend_of_experts(plan.expert_products, own.backend))
 
-    converted = convert_experts(model, experts_left(model, config), recipe_of_experts, multiply)
+    converted = convert_experts(model, experts_left(model, group), recipe_of_experts, multiply)
     result = replace(result, experts=converted)
     if experts:
         count_without_waiting(model)
@@ -132,8 +131,8 @@ def convert(
         if left.get(name, OVERRIDDEN).startswith(OVERRIDDEN):
             override.linears.append(name)
     # Only the user's own patterns: the default names layers that many models do not have.
-    if "skip" in config.linear.model_fields_set:
-        result.unmatched.extend(p for p in config.linear.skip if not any(matches(name, p) for name in named))
+    if group.skip_is_given:
+        result.unmatched.extend(p for p in group.skip if not any(matches(name, p) for name in named))
     chosen = any(reason.startswith(OVERRIDDEN) for reason in result.left.values())
     if not (result.converted or converted.converted or chosen):
         first = {reason: name for name, reason in reversed(result.left.items())}
@@ -144,14 +143,13 @@ def convert(
             remedy=('name fewer layers in "skip", or ' if "fp8.linear.skip" in reasons else "")
             + 'set "fp8": {"enabled": false}',
         )
-    if config.attention.format != "bf16":
-        only_long = config.attention.format == "auto"
-        result = replace(result, attention=use_fp8_attention(model, only_long))
+    if plan.attention != "bf16":
+        result = replace(result, attention=use_fp8_attention(model, plan.attention == "auto"))
     # Last: fused layers read the recipes of their linears, and the attention implementation of their configuration.
-    if config.fuse == "auto":
+    if plan.fuses:
         use_fastest_kernels(model)
         result = replace(result, fusion=fuse_decoder(model))
-    if config.activations.mlp_tile_tokens is not None:
+    if recipe.mlp_tile_tokens is not None:
         _check_tiles(model, result.fusion)
     return result
 

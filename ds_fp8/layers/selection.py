@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.config.linear import LinearConfig
+from ds_fp8.config.plans import GroupPlan
 from ds_fp8.layers.head.loss import FusedHead
 from ds_fp8.layers.linear.linear import FP8Linear
 
@@ -73,13 +73,13 @@ def of_listed_expert(name: str) -> bool:
     return any(own == "experts" and any(map(str.isdigit, child)) for own, child in pairwise(parts))
 
 
-def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = None) -> dict[str, str]:
+def unconverted(model: nn.Module, plan: GroupPlan, filter: Filter | None = None) -> dict[str, str]:
     """Return by name why linear layers of a model, converted or not, stay in BF16; all others can run in FP8.
 
     "lm_head" in `skip` also means a head of another name. filter is called with all that `skip` and `overrides` leave.
     """
     layers, parents = linear_layers(model), dict(model.named_modules())
-    by_user, narrow = named_by_user(layers, linear, _head(model)), _narrowest(layers)
+    by_user, narrow = named_by_user(layers, plan, _head(model)), _narrowest(layers)
     users: dict[int, set[str]] = defaultdict(set)
     for name, module in parents.items():
         for parameter in module.parameters(recurse=False):
@@ -99,14 +99,14 @@ def unconverted(model: nn.Module, linear: LinearConfig, filter: Filter | None = 
     return reasons
 
 
-def named_by_user(names: Iterable[str], linear: LinearConfig, head: str | None = None) -> dict[str, str]:
+def named_by_user(names: Iterable[str], plan: GroupPlan, head: str | None = None) -> dict[str, str]:
     """Return why `skip` or `overrides` keep parameters in BF16, by name; "lm_head" in `skip` also means `head`."""
-    overrides, reasons = first_matches(names, linear.overrides), {}
+    overrides, reasons = first_matches(names, plan.overrides), {}
     for name in names:
-        skips = (p for p in linear.skip if matches(name, p) or (name == head and p == "lm_head"))
+        skips = (p for p in plan.skip if matches(name, p) or (name == head and p == "lm_head"))
         if (skip := next(skips, None)) is not None:
             reasons[name] = f'named by fp8.linear.skip "{skip}"'
-        elif linear.overrides.get(overrides.get(name)) == "bf16":
+        elif name in overrides and plan.overrides[overrides[name]] is None:
             reasons[name] = f'{OVERRIDDEN} "{overrides[name]}"'
     return reasons
 

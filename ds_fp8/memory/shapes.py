@@ -29,6 +29,8 @@ from ds_fp8.config.presets import with_assumed_preset
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
+from ds_fp8.engine.optimizer import uses_own_optimizer
+from ds_fp8.engine.plans import convert
 from ds_fp8.engine.sequence_parallel import (
     check_heads,
     check_layers,
@@ -36,14 +38,12 @@ from ds_fp8.engine.sequence_parallel import (
     check_rotation,
     sequence_parallel_size,
 )
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.experts.adapters import FP8ParamWrapper, wraps_parameter
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.selection import multiplies_experts
 from ds_fp8.layers.head.loss import fuse_loss
 from ds_fp8.layers.linear.linear import FP8Linear, base_of
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.optim.from_config import uses_own_optimizer
 from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.stage import Lora, ModelConfig, resolve_batch
 from ds_fp8.train.stored_model import stored_config, stored_model

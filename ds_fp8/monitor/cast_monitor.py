@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.fp8 import MonitorConfig
 from ds_fp8.monitor.statistics import PEAKS, SUMS, Rows, add_cast_statistics
 
 LABELS = {"input": "input", "weight": "weight", "grad_output": "output gradient", "grad_weight": "weight gradient"}
@@ -24,21 +23,16 @@ MAX_FLUSHED, PATIENCE = 0.5, 3
 class CastFigures:
     """Figures of the casts of one tensor class at one site in a measured step."""
 
-    amax: float | None
-    """Largest magnitude; None where something was not finite."""
-    saturated: float
-    """Share of the elements beyond the largest number of their group's scale."""
-    flushed: float
-    """Share of the elements that were not zero and became it."""
+    amax: float | None  # largest magnitude; None where something was not finite
+    saturated: float  # share of the elements beyond the largest number of their group's scale
+    flushed: float  # share of the elements that were not zero and became it
     snr_db: float | None
     """Signal-to-noise ratio, 10 log10(sum x² / sum (x - cast(x))²); None where nothing was lost, or not finite."""
-    scale_min: float | None
-    """Smallest scale of a group; None where all are zero, or not finite."""
+    scale_min: float | None  # smallest scale of a group; None where all are zero, or not finite
     scale_max: float | None
 
 
-Measurement = dict[str, dict[str, CastFigures]]
-"""Tensor class -> site -> figures; only what was cast."""
+Measurement = dict[str, dict[str, CastFigures]]  # tensor class -> site -> figures; only what was cast
 
 
 class CastMonitor:
@@ -154,10 +148,10 @@ class Degradation:
 
 
 class Thresholds:
-    """Compares measurements with the thresholds of the configuration; names every layer and class once."""
+    """Compares measurements with the least signal-to-noise ratio; names every layer and class once."""
 
-    def __init__(self, config: MonitorConfig):
-        self._config = config
+    def __init__(self, min_snr_db: float):
+        self._min_snr_db = min_snr_db
         self._in_a_row: dict[tuple[str, str], int] = defaultdict(int)
         self._named: set[tuple[str, str]] = set()
 
@@ -184,8 +178,8 @@ class Thresholds:
         self._named = {(site, kind) for site, kind in state.get("named", ())}
 
     def _reason(self, figures: CastFigures) -> str | None:
-        if figures.snr_db is not None and figures.snr_db < self._config.min_snr_db:
-            return f"signal-to-noise ratio {figures.snr_db:.1f} dB, below {self._config.min_snr_db:g}"
+        if figures.snr_db is not None and figures.snr_db < self._min_snr_db:
+            return f"signal-to-noise ratio {figures.snr_db:.1f} dB, below {self._min_snr_db:g}"
         if figures.flushed > MAX_FLUSHED:
             return f"{figures.flushed:.1%} flushed to zero, above {MAX_FLUSHED:.0%}"
         return None

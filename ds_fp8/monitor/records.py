@@ -10,16 +10,13 @@ from ds_fp8.monitor import routing
 from ds_fp8.monitor.cast_monitor import CastFigures, Measurement
 from ds_fp8.monitor.routing import RoutingMeasurement
 
-Record = dict[str, Any]
-"""One line of metrics.jsonl."""
+Record = dict[str, Any]  # one line of metrics.jsonl
 
 FIGURES = tuple(field.name for field in fields(CastFigures))
-CURVES = ("snr_db", "flushed", "saturated")
-"""Figures by layer for DeepSpeed's monitors; metrics.jsonl has all."""
+CURVES = ("snr_db", "flushed", "saturated")  # figures by layer for DeepSpeed's monitors; metrics.jsonl has all
 DIGITS = 4
 
-FALLBACK = "fallback"
-"""The event after which `layers`, all those moved so far, are in BF16."""
+FALLBACK = "fallback"  # the event after which `layers`, all those moved so far, are in BF16
 
 
 def health_record(step: int, measurement: Measurement) -> Record:

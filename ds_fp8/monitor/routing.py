@@ -34,8 +34,7 @@ class RoutingFigures:
 class RoutingMeasurement:
     """Router statistics of a measured step, the same on all ranks."""
 
-    layers: dict[str, RoutingFigures]
-    """By name of the module of experts."""
+    layers: dict[str, RoutingFigures]  # by name of the module of experts
     auxiliary_loss: float | None
     """Load balancing loss before its coefficient, as the model returns it (`aux_loss`): the mean over micro-batches and
     ranks. None where it returns none."""
@@ -59,15 +58,13 @@ class RoutingMonitor:
         add_over_ranks: Callable[[torch.Tensor], None],
     ):
         # experts: their number by layer, in the same order on all ranks
-        self.last: RoutingMeasurement | None = None
-        """Figures of the last measured step."""
+        self.last: RoutingMeasurement | None = None  # figures of the last measured step
         self._monitor, self._experts, self._add_over_ranks = monitor, dict(experts), add_over_ranks
         # A column more than experts: transformers marks choices that no expert here computes by that number.
         shape = len(self._experts), max(self._experts.values(), default=0) + 1
         self._buffer = torch.zeros(math.prod(shape) + 2, dtype=torch.float64, device=device)
         self._counts = self._buffer[:-2].view(shape)
-        self._losses = self._buffer[-2:]
-        """Sum and number of the auxiliary losses."""
+        self._losses = self._buffer[-2:]  # sum and number of the auxiliary losses
 
     def __getstate__(self) -> dict:
         # A copy of a model under training has no engine that would read its counts.

@@ -17,8 +17,7 @@ from ds_fp8.casts.primitives import decode, per_element
 from ds_fp8.config.formats import BLOCK, FORMATS, group_shape, is_native, is_of_blocks
 
 SAMPLE = 2**20
-CHUNK = 2**24
-"""Elements that are looked at together, for the sake of memory: 64 MiB in FP32."""
+CHUNK = 2**24  # elements that are looked at together, for the sake of memory: 64 MiB in FP32
 QUOTIENT = 1 + 2.0**-20
 """By how much a number divided by its scale may be rounded up: the largest of a group is not saturated by that."""
 
@@ -26,8 +25,7 @@ SUMS = ("elements", "saturated", "flushed", "signal", "noise")
 """signal: squares of the numbers; noise: squares of what the cast changed them by."""
 PEAKS = ("amax", "scale_max", "negative_scale_min")
 
-Rows = Callable[[slice], torch.Tensor]
-"""The given rows of a matrix that is nowhere in memory as a whole."""
+Rows = Callable[[slice], torch.Tensor]  # the given rows of a matrix that is nowhere in memory as a whole
 
 
 @torch.no_grad()

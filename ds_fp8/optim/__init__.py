@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_fp8.config.fp8 import StatePrecision
+from ds_fp8.config.plans import StatePrecision
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.optim.moments import Moment
 

@@ -30,7 +30,7 @@ import torch
 
 from ds_fp8.casts.primitives import random_key
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import MOMENTS, StatePrecision
+from ds_fp8.config.plans import MOMENTS, StatePrecision
 from ds_fp8.optim.masters import SplitMasters
 from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_kept_as, shared_layout
 

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import random_word
 from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
-from ds_fp8.config.fp8 import MOMENTS
+from ds_fp8.config.plans import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.masters import SplitMasters
 from ds_fp8.optim.masters_triton import decode_split, encode_split

@@ -32,7 +32,7 @@ import torch
 
 from ds_fp8.casts.primitives import decode as fp8_numbers
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, Format
-from ds_fp8.config.fp8 import MOMENTS, StatePrecision
+from ds_fp8.config.plans import MOMENTS, StatePrecision
 
 
 @dataclass(frozen=True)

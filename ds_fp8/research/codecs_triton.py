@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-ELEMENTS = 1024
-"""Elements of one program."""
+ELEMENTS = 1024  # elements of one program
 
 
 @triton.jit

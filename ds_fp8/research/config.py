@@ -1,17 +1,16 @@
-"""Keys of the "fp8" section for casts of papers: extensions of core's sections (config/registry.py)."""
+"""Keys of the "fp8" section for casts of papers: subclasses of core's sections, and refusals of their pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import NATIVE_FORMATS, NATIVE_SCALES, FormatName, Granularity, ScaleName, is_of_groups
-from ds_fp8.config.fp8 import CodecName, GradientReduceConfig, OptimizerStateConfig, ParameterGatherConfig
+from ds_fp8.config.formats import NATIVE_FORMATS, FormatName, Granularity, ScaleName, is_of_groups
+from ds_fp8.config.fp8 import CodecName, FP8Config, GradientReduceConfig, OptimizerStateConfig, ParameterGatherConfig
 from ds_fp8.config.linear import Cast, LinearCasts, LinearConfig, WeightCast, WgradConfig
+from ds_fp8.config.refusals import Row
 from ds_fp8.config.schema import Section, Seed
 from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.research.formats import EmulatedFormat, ResearchSpec, static_scale_type
@@ -19,13 +18,6 @@ from ds_fp8.research.formats import EmulatedFormat, ResearchSpec, static_scale_t
 AnyFormat = Literal[FormatName, EmulatedFormat]
 AnyGranularity = Literal[Granularity, "1x32", "32x32", "1x16", "16x16"]
 AnyScale = Literal[ScaleName, "e4m3", "mse", "fitted", "static"]
-
-
-def _refuse(*cases: tuple[bool, str, str], key: str = "fp8.linear") -> None:
-    """Raise the first of (whether it is so, problem, remedy)."""
-    for is_so, problem, remedy in cases:
-        if is_so:
-            raise UserError(problem, key=key, remedy=remedy)
 
 
 class ResearchCast(Cast):
@@ -51,39 +43,6 @@ class ResearchCast(Cast):
         scale = static_scale_type(self.static_exponent) if self.scale == "static" else self.scale
         return ResearchSpec(self.format, self.granularity, scale, self.rounding)
 
-    @model_validator(mode="after")
-    def _the_scale_fits(self) -> ResearchCast:
-        static, native = self.scale == "static", self.format in NATIVE_FORMATS
-        native_formats = f'"format": {" or ".join(NATIVE_FORMATS)}'
-        _refuse(
-            (
-                static and self.granularity != "tensor",
-                f'scale "static" needs granularity "tensor", but granularity is "{self.granularity}"',
-                '"scale": "static", "granularity": "tensor"',
-            ),
-            (
-                static and not native,
-                f'scale "static" needs a format with NaN, which shows overflow, but format is "{self.format}"',
-                f"{native_formats}, or another scale",
-            ),
-            (
-                self.scale == "mse" and self.rounding == "stochastic",
-                'scale "mse" saturates elements, so stochastic rounding would be biased',
-                '"scale": "pow2", or "rounding": "nearest"',
-            ),
-            (
-                self.scale == "fitted" and not native,
-                f'scale "fitted" is not available for format "{self.format}"',
-                f'{native_formats}, or "scale": "mse"',
-            ),
-            (
-                not static and self.static_exponent != 0,
-                f'static_exponent {self.static_exponent} applies to scale "static" only, but scale is "{self.scale}"',
-                '"scale": "static", or remove "static_exponent"',
-            ),
-        )
-        return self
-
 
 class ResearchWeightCast(ResearchCast, WeightCast):
     """The cast of weights: one serves fprop and, transposed, dgrad.
@@ -102,16 +61,6 @@ class ResearchWgrad(WgradConfig):
 
     input: AnyGranularity | None = None
     """Granularity of the input, cast along the tokens; null: as linear.input."""
-
-
-@dataclass(frozen=True)
-class Recast:
-    """Second casts, for dgrad and wgrad, of what fprop multiplied."""
-
-    scale: str = "pow2"
-    rounding: str = "stochastic"
-    zero_clipped: bool = True
-    """True: elements that fprop's cast clipped get no gradient."""
 
 
 class RotationConfig(Section):
@@ -168,18 +117,12 @@ class RecastConfig(Section):
     clipped: Literal["zero", "pass"] = "zero"
     """Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input."""
 
-    @property
-    def spec(self) -> Recast | None:
-        return Recast(self.scale, self.rounding, self.clipped == "zero") if self.of == "fprop" else None
-
     def __str__(self) -> str:
         return f"fprop's for the others, {self.scale} {self.rounding}, clipped elements: {self.clipped}"
 
 
 class ResearchCasts(LinearCasts):
     """The casts of the operands of a linear layer's three products, rotated, or cast a second time."""
-
-    scales_beside_outliers: ClassVar[tuple[str, ...]] = (*NATIVE_SCALES, "fitted")
 
     input: ResearchCast = ResearchCast()
     weight: ResearchWeightCast = ResearchWeightCast()
@@ -192,68 +135,6 @@ class ResearchCasts(LinearCasts):
     def why_not_served(self) -> str | None:
         return self.rotation.fprop and "trained with its weight rotated, and servers rotate no activations"
 
-    @property
-    def why_no_head(self) -> str | None:
-        return "fp8.linear.rotation" if self.rotation.products else None
-
-    @property
-    def without_outliers(self) -> str | None:
-        stochastic = "stochastic" in (self.input.rounding, self.weight.rounding)
-        found = {
-            "rounded stochastically": stochastic,
-            "rotated": self.rotation.fprop is not None,
-            "cast again": self.recast.of == "fprop",
-        }
-        return ", ".join(what for what, has in found.items() if has) or None
-
-    @model_validator(mode="after")
-    def _the_casts_fit_together(self) -> ResearchCasts:
-        again, one_weight = self.recast.of == "fprop", not is_of_groups(self.weight.granularity)
-        _refuse(
-            (
-                not again and self.recast != RecastConfig(),
-                "these keys apply only if fprop's operands are cast again in backward",
-                '"recast": {"of": "fprop"}',
-            ),
-            (
-                again and one_weight,
-                f"weights cast as {self.weight} are cast once for fprop and dgrad",
-                '"weight": {"granularity": "1x32"}, or remove "recast"',
-            ),
-            (
-                again and "stochastic" in (self.input.rounding, self.weight.rounding),
-                "fprop's operands are cast again in backward, and stochastic rounding would change their values",
-                '"rounding": "nearest" of input and weight',
-            ),
-            key="fp8.linear.recast",
-        )
-        _refuse(
-            (
-                again and self.rotation.wgrad == "in_features",
-                "with recast, rotation.fprop already rotates wgrad's input along in_features",
-                '"wgrad": "tokens"',
-            ),
-            key="fp8.linear.recast, fp8.linear.rotation.wgrad",
-        )
-        _refuse(
-            (
-                self.rotation.dgrad == "out_features" and one_weight,
-                f"weights cast as {self.weight} are cast once for fprop and dgrad, which contract over different "
-                "dimensions of them",
-                '"dgrad": "tokens"',
-            ),
-            key="fp8.linear.rotation.dgrad",
-        )
-        _refuse(
-            (
-                self.input.scale == "static" and self.wgrad.input not in (None, "tensor"),
-                f'wgrad.input "{self.wgrad.input}" needs scales of groups, but input has one static scale',
-                'remove "wgrad"',
-            ),
-            key="fp8.linear.wgrad.input",
-        )
-        return self
-
     def __str__(self) -> str:
         rotation = [f"rotated: {self.rotation}"] if self.rotation.products else []
         recast = [f"recast: {self.recast}"] if self.recast.of == "fprop" else []
@@ -264,6 +145,7 @@ class ResearchLinear(ResearchCasts, LinearConfig):
     """The linear layers, with casts of papers."""
 
     casts_of_overrides: ClassVar[type[LinearCasts]] = ResearchCasts
+    overrides: dict[str, ResearchCasts | Literal["bf16"]] = Field(default_factory=dict)
     backend: Literal["auto", "deep_gemm", "cublas", "mxfp8", "reference"] = "auto"
     """As core's, and mxfp8: products of Blackwell through Transformer Engine, for block scales that are powers of two;
     never run on such a GPU. auto takes it last."""
@@ -302,3 +184,69 @@ class ResearchOptimizerState(OptimizerStateConfig):
     """Format of the first moment."""
     exp_avg_sq: Literal[CodecName, EmulatedFormat] = "fp32"
     """Format of the second moment."""
+
+
+class ResearchConfig(FP8Config):
+    """The whole "fp8" section, with the keys of papers."""
+
+    linear: ResearchLinear = ResearchLinear()
+    param_gather: ResearchGather = ResearchGather()
+    grad_reduce: ResearchReduce = ResearchReduce()
+    optimizer: ResearchOptimizerState = ResearchOptimizerState()
+
+
+def _beside_outliers(c: ResearchCasts) -> str:
+    """Return what of these casts outlier channels do not go with."""
+    found = {
+        "rounded stochastically": "stochastic" in (c.input.rounding, c.weight.rounding),
+        "rotated": c.rotation.fprop is not None,
+        "cast again": c.recast.of == "fprop",
+    }
+    return ", ".join(what for what, has in found.items() if has and c.outlier_channels)
+
+
+def _cast_once(c: ResearchCasts) -> bool:
+    return not is_of_groups(c.weight.granularity)
+
+
+_NATIVE = f'"format": {" or ".join(NATIVE_FORMATS)}'
+_CAST, _CASTS, _RECAST = "ResearchCast", "ResearchCasts", "fp8.linear.recast"
+# fmt: off
+REFUSALS = [Row(*row) for row in (
+    (_CAST, lambda c: c.scale == "static" and c.granularity != "tensor", "fp8.linear",
+     'scale "static" needs granularity "tensor", but granularity is "{c.granularity}"',
+     '"scale": "static", "granularity": "tensor"'),
+    (_CAST, lambda c: c.scale == "static" and c.format not in NATIVE_FORMATS, "fp8.linear",
+     'scale "static" needs a format with NaN, which shows overflow, but format is "{c.format}"',
+     f"{_NATIVE}, or another scale"),
+    (_CAST, lambda c: c.scale == "mse" and c.rounding == "stochastic", "fp8.linear",
+     'scale "mse" saturates elements, so stochastic rounding would be biased',
+     '"scale": "pow2", or "rounding": "nearest"'),
+    (_CAST, lambda c: c.scale == "fitted" and c.format not in NATIVE_FORMATS, "fp8.linear",
+     'scale "fitted" is not available for format "{c.format}"', f'{_NATIVE}, or "scale": "mse"'),
+    (_CAST, lambda c: c.scale != "static" and c.static_exponent != 0, "fp8.linear",
+     'static_exponent {c.static_exponent} applies to scale "static" only, but scale is "{c.scale}"',
+     '"scale": "static", or remove "static_exponent"'),
+    (_CASTS, _beside_outliers, "fp8.linear.outlier_channels",
+     "outlier channels need E4M3 casts in blocks, but input is {c.input}, weight {c.weight}, {found}",
+     '"outlier_channels": 0, or input and weight rounded to nearest, neither rotated nor cast again'),
+    (_CASTS, lambda c: c.recast.of != "fprop" and c.recast != RecastConfig(), _RECAST,
+     "these keys apply only if fprop's operands are cast again in backward", '"recast": {{"of": "fprop"}}'),
+    (_CASTS, lambda c: c.recast.of == "fprop" and _cast_once(c), _RECAST,
+     "weights cast as {c.weight} are cast once for fprop and dgrad",
+     '"weight": {{"granularity": "1x32"}}, or remove "recast"'),
+    (_CASTS, lambda c: c.recast.of == "fprop" and "stochastic" in (c.input.rounding, c.weight.rounding), _RECAST,
+     "fprop's operands are cast again in backward, and stochastic rounding would change their values",
+     '"rounding": "nearest" of input and weight'),
+    (_CASTS, lambda c: c.recast.of == "fprop" and c.rotation.wgrad == "in_features",
+     f"{_RECAST}, fp8.linear.rotation.wgrad",
+     "with recast, rotation.fprop already rotates wgrad's input along in_features", '"wgrad": "tokens"'),
+    (_CASTS, lambda c: c.rotation.dgrad == "out_features" and _cast_once(c), "fp8.linear.rotation.dgrad",
+     "weights cast as {c.weight} are cast once for fprop and dgrad, which contract over different dimensions of them",
+     '"dgrad": "tokens"'),
+    (_CASTS, lambda c: c.input.scale == "static" and c.wgrad.input not in (None, "tensor"), "fp8.linear.wgrad.input",
+     'wgrad.input "{c.wgrad.input}" needs scales of groups, but input has one static scale', 'remove "wgrad"'),
+    ("ResearchConfig", lambda c: c.loss.head == "fp8" and c.linear.rotation.products, "fp8.loss.head",
+     'loss.head "fp8" does not support fp8.linear.rotation',
+     '"head": "bf16", or fp8.linear.rotation in linear.overrides only'),
+)]

@@ -166,8 +166,7 @@ def _static(exponent: int) -> ScaleType:
     return ScaleType(True, needs_amax=False, from_amax=lambda amax, format: torch.full_like(amax, fixed))
 
 
-EXPONENTS = range(-100, 101)
-"""Exponents of static scales."""
+EXPONENTS = range(-100, 101)  # exponents of static scales
 SCALE_TYPES.update({static_scale_type(exponent): _static(exponent) for exponent in EXPONENTS})
 SCALE_TYPES["e4m3"] = ScaleType(multiplied=False, from_amax=e4m3_scales)
 SCALE_TYPES["fitted"] = ScaleType(
@@ -180,8 +179,7 @@ SCALE_TYPES["mse"] = ScaleType(True, multiplied=False, from_numbers=scales_of_le
 class ResearchSpec(CastSpec):
     """A cast that may be rounded at random, and rotated before."""
 
-    rounding: str = "nearest"
-    """nearest, or stochastic: unbiased, with torch's random numbers."""
+    rounding: str = "nearest"  # nearest, or stochastic: unbiased, with torch's random numbers
     rotation: Rotation | None = None
 
     def __str__(self) -> str:

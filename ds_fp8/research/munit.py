@@ -39,10 +39,6 @@ PREFIX = "munit_"
 MODEL_TYPES = tuple(f"{PREFIX}{base}" for base in ("llama", "mistral", "qwen2", "qwen3"))
 
 
-def is_munit(config: PretrainedConfig) -> bool:
-    return config.model_type in MODEL_TYPES
-
-
 @functools.cache
 def register() -> None:
     """Let AutoConfig and AutoModelForCausalLM know MODEL_TYPES."""

@@ -31,11 +31,9 @@ from ds_fp8.config.errors import first_line
 from ds_fp8.config.formats import BLOCK, has_power_of_two_scales
 from ds_fp8.gemm import reference
 
-GROUP = 32
-"""Elements along the contraction that share an E8M0 scale."""
+GROUP = 32  # elements along the contraction that share an E8M0 scale
 BLOCKWISE = ("1x128", "128x128")
-READS_TRANSPOSED = True
-"""A transposed view is multiplied where it lies."""
+READS_TRANSPOSED = True  # a transposed view is multiplied where it lies
 
 
 @functools.lru_cache(maxsize=1)
@@ -114,8 +112,7 @@ def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 class Operand:
     """A matrix [R, K], contracted along K, as Transformer Engine's MXFP8 storage keeps it."""
 
-    codes: torch.Tensor
-    """uint8, contiguous, padded to multiples of 32: [R, K], or [K, R] if `columnwise`."""
+    codes: torch.Tensor  # uint8, contiguous, padded to multiples of 32: [R, K], or [K, R] if `columnwise`
     scales: torch.Tensor
     """E8M0 as uint8, contiguous: [R, K/32] padded to multiples of (128, 4), or its transpose if `columnwise`."""
     columnwise: bool

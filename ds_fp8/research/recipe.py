@@ -27,6 +27,7 @@ rounded but by the casts, and are computed again for every batch: no state, and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,34 +35,32 @@ from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, apply_factors, quantize
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.formats import SCALE_TYPES, CastSpec, is_of_groups
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import RECIPES
 from ds_fp8.layers.attention.hadamard import Rotation, rotate, unrotate
 from ds_fp8.layers.decoder.structure import MLP_PARTS
-from ds_fp8.layers.linear.recipe import Factor, LinearRecipe, make_recipe
+from ds_fp8.layers.linear.linear import LAYERS, FP8Linear, Products
+from ds_fp8.layers.linear.recipe import Factor, LinearRecipe
+from ds_fp8.layers.linear.weights import GATHERED, dgrad_operand, dgrad_weight, fprop_weight
 from ds_fp8.monitor.statistics import Rows
-from ds_fp8.research.config import Recast, ResearchCasts
-from ds_fp8.research.formats import ResearchSpec, cast_matrix, clipped
+from ds_fp8.research.config import RecastConfig, ResearchCasts, ResearchLinear
+from ds_fp8.research.formats import ResearchSpec, cast_matrix
+from ds_fp8.research.formats import clipped as elements_clipped
 
-NO_ROTATION = '{"rotation": {"fprop": null, "dgrad": null, "wgrad": null}}'
-"""An override that rotates nothing."""
-MAX_EXPONENT = 60
-"""Largest exponent of a factor: a weight times it stays far from the end of FP32."""
+NO_ROTATION = '{"rotation": {"fprop": null, "dgrad": null, "wgrad": null}}'  # an override that rotates nothing
+MAX_EXPONENT = 60  # largest exponent of a factor: a weight times it stays far from the end of FP32
 
 
 @dataclass(frozen=True)
 class ResearchRecipe(LinearRecipe):
-    """LinearRecipe with rotations and second casts; its methods do what those of LinearRecipe say."""
+    """LinearRecipe whose casts are rotated, rounded at random or made twice; its methods do what those of that say."""
 
-    wgrad_input_rotation: Rotation | None = None
-    """Rotation of x [T, K], or with `second_cast` of its cast, as wgrad's operand."""
+    wgrad_input_rotation: Rotation | None = None  # of x [T, K], or with `second_cast` of its cast, as wgrad's operand
     wgrad_grad_output_rotation: Rotation | None = None
-    second_cast: Recast | None = None
-
-    smooth_swiglu: bool = False
-    """Whether the down_proj of gated MLPs get Smooth-SwiGLU."""
-    smooth: bool = False
-    """Whether channels of x are divided by factors, and columns of w multiplied: in such a down_proj."""
+    second_cast: RecastConfig | None = None
+    smooth_swiglu: bool = False  # whether the down_proj of gated MLPs get Smooth-SwiGLU
+    smooth: bool = False  # whether channels of x are divided by factors, and columns of w multiplied by them
 
     @property
     def rotations(self) -> tuple[Rotation, ...]:
@@ -69,87 +68,10 @@ class ResearchRecipe(LinearRecipe):
         return tuple(rotation for rotation in every if rotation is not None)
 
     @property
-    def why_not_grouped(self) -> str | None:
+    def plain(self) -> bool:
+        """Return whether core computes the same."""
         casts = self.input, self.weight, self.grad_output
-        if any(cast.rounding == "stochastic" or not SCALE_TYPES[cast.scale].needs_amax for cast in casts):
-            return "their casts round to nearest with scales that follow the numbers"
-        return "their operands are neither rotated nor cast again" if self.rotations or self.second_cast else None
-
-    @property
-    def why_not_fused(self) -> str | None:
-        if self.second_cast is not None:
-            return "fp8.linear.recast: casts that are fused into other operations are not cast again"
-        if self.rotations:
-            return "fp8.linear.rotation: casts that are fused into other operations rotate nothing"
-        return None
-
-    @property
-    def why_all_tokens(self) -> str | None:
-        return "Smooth-SwiGLU has factors of all tokens" if self.smooth else None
-
-    @property
-    def casts_weight_twice(self) -> bool:
-        return is_of_groups(self.weight.granularity)
-
-    @property
-    def fuses_casts(self) -> bool:
-        """Return whether kernels that compute a layer's input may cast it: factors need the amax of every channel."""
-        return super().fuses_casts and not self.smooth
-
-    def for_layer(self, name: str, layer: nn.Linear, model: nn.Module) -> LinearRecipe:
-        self._check_blocks(name, layer)
-        recipe = self.at(name)
-        if not (self.smooth_swiglu and _is_down_proj(name, model)):
-            return recipe
-        if self.outlier_channels:
-            raise UserError(
-                "fp8.linear.smooth_swiglu and fp8.linear.outlier_channels both treat down_proj's outliers",
-                key="fp8.linear.smooth_swiglu",
-                remedy='"smooth_swiglu": false',
-            )
-        if self.rotations or self.second_cast is not None:
-            raise UserError(
-                "fp8.linear.smooth_swiglu and fp8.linear.rotation or recast both change down_proj's operands",
-                key="fp8.linear.smooth_swiglu",
-                remedy=f'"smooth_swiglu": false, or "overrides": {{"*.down_proj": {NO_ROTATION}}}, and of '
-                '"recast" {"of": "high_precision"}',
-            )
-        return replace(recipe, smooth=True)
-
-    def for_head(self) -> LinearRecipe:
-        # Gradients that are divided by the tokens only afterwards would leave a fixed scale.
-        if SCALE_TYPES[self.grad_output.scale].needs_amax:
-            return self
-        return replace(self, grad_output=replace(self.grad_output, scale="pow2"))
-
-    def _check_blocks(self, name: str, layer: nn.Linear) -> None:
-        sides = (
-            (layer.in_features, [self.input.rotation, self.wgrad_input_rotation]),
-            (layer.out_features, [self.grad_output.rotation]),
-        )
-        for features, rotations in sides:
-            for rotation in rotations:
-                if rotation is not None and rotation.axis == 1 and features % rotation.block:
-                    raise UserError(
-                        f"{name} is {layer.out_features} x {layer.in_features}, and {features} features are not a "
-                        f"multiple of blocks of {rotation.block}",
-                        key="fp8.linear.rotation.block",
-                        remedy=f'a smaller "block", or "overrides": {{"{name}": {NO_ROTATION}}}',
-                    )
-
-    def channel_factors(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return what the channels of x [T, K] are divided by before their cast, or None."""
-        return channel_factors(x) if self.smooth else None
-
-    def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
-        if SCALE_TYPES[self.input.scale].needs_amax:
-            return super().keep_gate_up(gate_up)
-        return quantize(gate_up, "e4m3", "tensor", self.input.scale)
-
-    def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        if SCALE_TYPES[self.input.scale].needs_amax:
-            return super().kept_gate_up(data, scale)
-        return QuantizedTensor(data, scale, "tensor", self.input.scale)
+        return all(cast.plain for cast in casts) and not (self.rotations or self.second_cast or self.smooth_swiglu)
 
     def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         quantized = cast_matrix(weight, self.weight, None, column_factor)
@@ -164,6 +86,18 @@ class ResearchRecipe(LinearRecipe):
             own = cast_matrix(weight, self.weight, None, column_factor)
             return self._cast_again(own, self.weight.granularity, rotation)
         return cast_matrix(weight, replace(self.weight, rotation=rotation), None, column_factor, columnwise=True)
+
+    def weight_times(self, weight: torch.Tensor, factors: torch.Tensor) -> QuantizedTensor:
+        """Return fprop's operand of a weight [N, K] whose columns are multiplied by powers of two [K].
+
+        Gathered bytes are multiplied and cast again; with power-of-two scales that loses no bits but of numbers that
+        leave the format's range.
+        """
+        gathered, spec = getattr(weight, GATHERED, None), self.weight
+        if gathered is None:
+            return self.cast_weight(weight, factors)
+        # The monitor is not shown this cast: the gather showed it the one from the masters.
+        return quantize(gathered.dequantize(), spec.format, spec.granularity, spec.scale, column_factor=factors)
 
     def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         kept = super().kept_input(data, scale)
@@ -186,8 +120,9 @@ class ResearchRecipe(LinearRecipe):
         return cast_matrix(x, spec, row_factor, column_factor, columnwise=True)
 
     def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
-        if self.input.plain and self.wgrad_input_rotation is None and self.second_cast is None:
-            return super().cast_input_both(x, column_factor)
+        plain = self.input.plain and self.wgrad_input_rotation is None and self.second_cast is None
+        if plain and column_factor is None:
+            return super().cast_input_both(x)
         cast = cast_matrix(x, self.input, None, column_factor)
         if self.second_cast is not None:
             both = cast, self._cast_again(cast, self.wgrad_input, self.wgrad_input_rotation)
@@ -209,38 +144,14 @@ class ResearchRecipe(LinearRecipe):
             column = cast_matrix(dy, spec, None, column_factor, columnwise=True)
         return row, column
 
-    def clipped_input(self, x: torch.Tensor, cast: QuantizedTensor) -> torch.Tensor | None:
-        return self._clipped(x, self.input, cast)
-
-    def _clipped(self, x: torch.Tensor, spec: CastSpec, cast: QuantizedTensor) -> torch.Tensor | None:
-        wanted = self.second_cast is not None and self.second_cast.zero_clipped
-        return clipped(rotate(x, spec.rotation), cast) if wanted else None
+    def clipped(self, x: torch.Tensor, spec: CastSpec, cast: QuantizedTensor) -> torch.Tensor | None:
+        wanted = self.second_cast is not None and self.second_cast.clipped == "zero"
+        return elements_clipped(rotate(x, spec.rotation), cast) if wanted else None
 
     def _cast_again(self, cast: QuantizedTensor, granularity: str, rotation: Rotation | None) -> QuantizedTensor:
         """Return what fprop multiplied [M, K] as dgrad or wgrad reads it: [K, M]."""
         again = ResearchSpec(cast.format, granularity, self.second_cast.scale, self.second_cast.rounding, rotation)
         return cast_matrix(cast.dequantize(torch.float32), again, columnwise=True)
-
-    def dgrad_result(self, dx: torch.Tensor, tokens: int, clipped_input: torch.Tensor | None = None) -> torch.Tensor:
-        of_dy = self.grad_output.rotation
-        # First what was rotated last: tokens of the product, then the mask in fprop's rotated space, then that
-        # rotation.
-        if of_dy is not None and of_dy.axis == 0:
-            dx = unrotate(dx, of_dy, tokens)
-        if clipped_input is not None:
-            dx = dx.masked_fill(clipped_input, 0)
-        if self.casts_weight_twice and self.second_cast is None:
-            return dx
-        return unrotate(dx, self.weight.rotation)
-
-    def wgrad_result(self, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self.second_cast is not None:
-            # Cast once more here: keeping a mask of every weight between forward and backward would take a byte an
-            # element.
-            beyond = self._clipped(weight, self.weight, cast_matrix(weight, self.weight))
-            return unrotate(dw if beyond is None else dw.masked_fill(beyond, 0), self.input.rotation)
-        of_x = self.wgrad_input_rotation
-        return dw if of_x is None or of_x.axis == 0 else unrotate(dw, of_x)
 
     def observe(
         self,
@@ -256,28 +167,146 @@ class ResearchRecipe(LinearRecipe):
         super().observe(tensor_class, x, quantized, row_factor, column_factor)
 
 
+class ResearchProducts(Products):
+    """The three products with rotated or smoothed operands, and second casts."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, weight: nn.Parameter, recipe: ResearchRecipe, save: str, dgrad: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        factors = channel_factors(x) if recipe.smooth else None
+        inverse = None if factors is None else factors.reciprocal()
+        wgrad = save != "nothing" and weight.requires_grad
+        if wgrad and save == "fp8":
+            cast, columnwise = recipe.cast_input_both(x, inverse)
+            saved = [columnwise.data, columnwise.scale]
+        else:
+            cast, saved = recipe.cast_input(x, column_factor=inverse), [x] if wgrad else []
+        beyond = recipe.clipped(x, recipe.input, cast) if save != "nothing" and dgrad else None
+        w = fprop_weight([weight], recipe) if factors is None else recipe.weight_times(weight, factors)
+        return recipe.multiply(recipe.with_outliers(cast, x), w, x.dtype), [factors, beyond, *saved]
+
+    @staticmethod
+    def backward(
+        dy: torch.Tensor,
+        weight: nn.Parameter,
+        recipe: ResearchRecipe,
+        save: str,
+        saved: list[torch.Tensor | None],
+        wants: tuple[bool, bool],
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        (factors, beyond, *saved), dx, w, factor = saved, None, None, None
+        inverse = None if factors is None else factors.reciprocal()
+        if wants[0] and factors is None:
+            w, factor = dgrad_weight([weight], recipe)
+        elif wants[0] and recipe.casts_weight_twice:
+            w = recipe.cast_weight_columnwise(weight, factors)
+        elif wants[0]:
+            w, factor = dgrad_operand(recipe.weight_times(weight, factors), recipe.transposed)
+        cast, columnwise = recipe.cast_grad_output(dy, *wants, factor)
+        if wants[0]:
+            dx = _unrotated_dgrad(recipe, recipe.multiply(cast, w, dtype), len(dy), beyond)
+            # With factors s forward multiplied (x / s) by (W s): dx is divided by s, dw multiplied by it.
+            dx = dx if factors is None else dx.mul_(inverse)
+        if not wants[1]:
+            return dx, None
+        kept = recipe.kept_input if save == "fp8" else partial(recipe.cast_input_columnwise, column_factor=inverse)
+        dw = _unrotated_wgrad(recipe, recipe.multiply(columnwise, kept(*saved), weight.dtype), weight)
+        return dx, dw if factors is None else dw.mul_(factors)
+
+
+def _unrotated_dgrad(
+    recipe: ResearchRecipe, dx: torch.Tensor, tokens: int, clipped_input: torch.Tensor | None
+) -> torch.Tensor:
+    of_dy = recipe.grad_output.rotation
+    # First what was rotated last: tokens of the product, then the mask in fprop's rotated space, then that rotation.
+    if of_dy is not None and of_dy.axis == 0:
+        dx = unrotate(dx, of_dy, tokens)
+    if clipped_input is not None:
+        dx = dx.masked_fill(clipped_input, 0)
+    return dx if recipe.casts_weight_twice and recipe.second_cast is None else unrotate(dx, recipe.weight.rotation)
+
+
+def _unrotated_wgrad(recipe: ResearchRecipe, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if recipe.second_cast is not None:
+        # Cast once more here: keeping a mask of every weight between forward and backward would take a byte an element.
+        beyond = recipe.clipped(weight, recipe.weight, cast_matrix(weight, recipe.weight))
+        return unrotate(dw if beyond is None else dw.masked_fill(beyond, 0), recipe.input.rotation)
+    of_x = recipe.wgrad_input_rotation
+    return dw if of_x is None or of_x.axis == 0 else unrotate(dw, of_x)
+
+
+class ResearchFP8Linear(FP8Linear):
+    products = ResearchProducts
+
+    @classmethod
+    def swap_in(cls, layer: nn.Linear, name: str, recipe: ResearchRecipe, model: nn.Module) -> None:
+        _check_blocks(recipe, name, layer)
+        special = bool(recipe.rotations or recipe.second_cast)
+        if recipe.smooth_swiglu and _is_down_proj(name, model):
+            for found, problem, remedy in (
+                (recipe.outlier_channels, "outlier_channels both treat down_proj's outliers", ""),
+                (
+                    *(special, "rotation or recast both change down_proj's operands"),
+                    f', or "overrides": {{"*.down_proj": {NO_ROTATION}}}, and of "recast" {{"of": "high_precision"}}',
+                ),
+            ):
+                if found:
+                    problem, remedy = (
+                        f"fp8.linear.smooth_swiglu and fp8.linear.{problem}",
+                        f'"smooth_swiglu": false{remedy}',
+                    )
+                    raise UserError(problem, key="fp8.linear.smooth_swiglu", remedy=remedy)
+            recipe = replace(recipe, smooth=True)
+        # Of all other layers core multiplies what this recipe casts, and may fuse them.
+        layer_class = super() if special or recipe.smooth else FP8Linear
+        layer_class.swap_in(layer, name, recipe, model)
+
+
+def _check_blocks(recipe: ResearchRecipe, name: str, layer: nn.Linear) -> None:
+    sides = (
+        (layer.in_features, [recipe.input.rotation, recipe.wgrad_input_rotation]),
+        (layer.out_features, [recipe.grad_output.rotation]),
+    )
+    for features, rotations in sides:
+        for rotation in rotations:
+            if rotation is not None and rotation.axis == 1 and features % rotation.block:
+                raise UserError(
+                    f"{name} is {layer.out_features} x {layer.in_features}, and {features} features are not a "
+                    f"multiple of blocks of {rotation.block}",
+                    key="fp8.linear.rotation.block",
+                    remedy=f'a smaller "block", or "overrides": {{"{name}": {NO_ROTATION}}}',
+                )
+
+
 def _is_down_proj(name: str, model: nn.Module) -> bool:
     parent, _, leaf = name.removesuffix(".base_layer").rpartition(".")
     mlp = model.get_submodule(parent) if leaf == "down_proj" else None
     return mlp is not None and all(hasattr(mlp, part) for part in MLP_PARTS)
 
 
-@make_recipe.register
-def _(
+def research_recipe(
     casts: ResearchCasts, config: FP8Config, input: CastSpec, weight: CastSpec, grad_output: CastSpec, **others: Any
 ) -> LinearRecipe:
+    """Return the recipe of a section's casts: core's own where core computes them."""
     rotation = casts.rotation
     along_k, along_tokens = rotation.along(rotation.fprop, "tokens"), rotation.along(rotation.wgrad, "tokens")
-    return ResearchRecipe(
+    recipe = ResearchRecipe(
         replace(input, rotation=along_k),
         replace(weight, rotation=along_k),
         replace(grad_output, rotation=rotation.along(rotation.dgrad, "tokens")),
         wgrad_input_rotation=along_tokens,
         wgrad_grad_output_rotation=along_tokens if rotation.wgrad == "tokens" else None,
-        second_cast=casts.recast.spec,
+        second_cast=casts.recast if casts.recast.of == "fprop" else None,
         smooth_swiglu=getattr(config.linear, "smooth_swiglu", False),
         **others,
     )
+    return LinearRecipe(input, weight, grad_output, **others) if recipe.plain else recipe
+
+
+RECIPES.update(dict.fromkeys((ResearchCasts, ResearchLinear), research_recipe))
+LAYERS[ResearchRecipe] = ResearchFP8Linear
 
 
 def channel_factors(product: torch.Tensor) -> torch.Tensor:

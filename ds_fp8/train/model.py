@@ -26,7 +26,6 @@ from ds_fp8.data import check_embeddings, load_tokenizer
 from ds_fp8.data.tokenizer import embeddings_needed
 from ds_fp8.export.folder import make_savable
 from ds_fp8.graphs.host_checkpoints import keep_on_host
-from ds_fp8.research import munit
 from ds_fp8.train import packed_attention, trial
 from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.checkpoints import hashes_of
@@ -37,6 +36,7 @@ from ds_fp8.train.stored_model import (
     ModelSource,
     check_trainable,
     load_stored_model,
+    munit_of,
     stored_config,
     stored_model,
     weight_files,
@@ -48,7 +48,6 @@ _UNLISTED_KEYS = {"model_type", "architectures", "head_dim", "rope_theta", "rope
 
 def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Return the Hugging Face configuration of the stage's model, checked against sequence length and tokenizer."""
-    munit.register()
     if stage.model.config is not None:
         config = untrained_config(stage.model.config, tokenizer)
     else:
@@ -75,7 +74,8 @@ def files_of_base(stage: Stage) -> dict[str, str]:
 
 
 def parameters_to_train(stage: Stage, model: torch.nn.Module) -> list[Any]:
-    if not munit.is_munit(model.config):
+    munit = munit_of(model.config.model_type)
+    if munit is None:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
     rate = stage.configuration.optimizer_params.get("lr")
     if rate is None:
@@ -245,7 +245,7 @@ def _options(stage: Stage) -> dict[str, Any]:
 
 def _prepare(stage: Stage, model: torch.nn.Module) -> torch.nn.Module:
     if stage.train.lora is not None:
-        if munit.is_munit(model.config):
+        if munit_of(model.config.model_type) is not None:
             problem = "munit scaling trains all weights, and adapters have no scaling of its kind"
             raise UserError(problem, key="train.lora", remedy="remove train.lora")
         torch.manual_seed(stage.train.seed)
@@ -302,7 +302,9 @@ def _check_tokenizer(source: ModelSource, tokenizer: PreTrainedTokenizerBase) ->
 
 def untrained_config(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     kind = values.get("model_type")
-    known_types = [*(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys()), *munit.MODEL_TYPES]
+    munit = munit_of(kind)
+    known_types = [*(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys())]
+    known_types += munit.MODEL_TYPES if munit is not None else ()
     if kind not in known_types:
         raise UserError(
             "model.config has no model_type" if kind is None else f'unknown model_type "{kind}"',

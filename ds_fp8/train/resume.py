@@ -20,9 +20,9 @@ from torch import nn
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.engine.sequence_parallel import KEY
 from ds_fp8.export.together import together
-from ds_fp8.optim.from_config import needs_own_optimizer
 from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, folder_of, problems_of, random_file, steps_in
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.run_folder import (

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from ds_fp8.config.fp8 import AttentionConfig, FP8Config
 from ds_fp8.data import PackedDataset
 from ds_fp8.data.rows import measured_rows
-from ds_fp8.layers.convert import convert, stop_casting
+from ds_fp8.engine.plans import convert
+from ds_fp8.layers.convert import stop_casting
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GATHERED
 from ds_fp8.monitor.cast_monitor import CastMonitor

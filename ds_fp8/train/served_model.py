@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from ds_fp8.layers.selection import linear_layers
 from ds_fp8.train.stored_model import (

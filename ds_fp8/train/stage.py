@@ -21,8 +21,8 @@ from ds_fp8.config.presets import with_assumed_preset
 from ds_fp8.config.schema import Section, Seed, parse_section, shown
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
+from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.engine.sequence_parallel import KEY, check_ranks, sequence_parallel_size
-from ds_fp8.optim.from_config import needs_own_optimizer
 
 _NOT_IN_A_STAGE = (
     *("fp16", "torch_autocast", "weight_quantization"),  # it trains in the precision of its "fp8" section

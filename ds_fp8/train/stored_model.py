@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ds_fp8.config.errors import UserError, clipped, first_paragraph
 from ds_fp8.config.files import model_of_run
 from ds_fp8.export.folder import CHECKSUMS, read_checksums, sha256_of
-from ds_fp8.research import munit
+from ds_fp8.export.plan import SCALED
 from ds_fp8.train.checkpoints import step_beyond_result
 
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -103,8 +104,17 @@ def stored_config(source: ModelSource) -> PretrainedConfig:
     return config
 
 
-def _read_config(source: ModelSource) -> PretrainedConfig:
+def munit_of(kind: Any) -> ModuleType | None:
+    """Return ds_fp8.research.munit for a model type that it scales, which transformers then knows; else None."""
+    if not str(kind).startswith(SCALED):
+        return None
+    from ds_fp8.research import munit
+
     munit.register()
+    return munit
+
+
+def _read_config(source: ModelSource) -> PretrainedConfig:
     local = Path(source.path)
     if not os.path.isdir(local) and not _is_hub_name(source.path):
         raise UserError(f"the model folder {source.path} does not exist", key=source.key, remedy="check the path")
@@ -117,6 +127,8 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
             remedy="give a Hugging Face model folder, or copy the missing file beside the weights",
         )
     try:
+        values, _ = PretrainedConfig.get_config_dict(source.path, revision=source.revision)
+        munit_of(values.get("model_type"))
         # Code from a model's folder is never run.
         return AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=False)
     except Exception as error:  # transformers fails in its own way at each kind of damage
@@ -137,7 +149,7 @@ def _read_config(source: ModelSource) -> PretrainedConfig:
 
 def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
     """Refuse a stored model that is no causal language model, or quantised to something else than FP8."""
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not munit.is_munit(config):
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and munit_of(config.model_type) is None:
         problem = f'{source.path} is a "{config.model_type}", for which transformers has no causal language model'
         raise UserError(problem, key=source.key, remedy="give a model that AutoModelForCausalLM loads")
     quantization = quantization_of(source)

@@ -33,7 +33,7 @@ from ds_fp8.casts.outliers import residual_codes, residual_scale, weight_block
 from ds_fp8.casts.primitives import decode
 from ds_fp8.casts.quantization import whole_blocks
 from ds_fp8.config.formats import BLOCK, FORMATS, SCALE_TYPES, CastSpec
-from ds_fp8.config.fp8 import MOMENTS
+from ds_fp8.config.plans import MOMENTS
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import RESIDUAL
 from ds_fp8.optim.adamw import AdamStep, AdamW

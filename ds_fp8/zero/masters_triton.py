@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, multiprocessors, random_word, reciprocal_of
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.config.fp8 import MOMENTS
+from ds_fp8.config.plans import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.adamw_step_triton import (
     BEYOND,

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from ds_fp8.casts import group_amax, scale_from_amax
 from ds_fp8.config.formats import BLOCK, FORMATS
-from ds_fp8.config.fp8 import GradientReduceConfig
+from ds_fp8.config.plans import GradientReduction
 from ds_fp8.zero.collectives import GRADIENT, WireMeter
 from ds_fp8.zero.deepspeed.parameters import shard_group
 from ds_fp8.zero.gradients import GradientShards, Message, Recent, Slices, has_kernel, sum_rows
@@ -114,7 +114,7 @@ class ReduceScatter:
         self,
         wire: WireMeter,
         shards: GradientShards | None = None,
-        config: GradientReduceConfig | None = None,
+        config: GradientReduction | None = None,
         nodes: Nodes | None = None,
         observe: Callable[[torch.Tensor, str, torch.Tensor | None], None] | None = None,
     ):
@@ -123,7 +123,7 @@ class ReduceScatter:
         Args:
             wire: Counts the bytes that this rank sends.
             shards: What the means are added to; None where DeepSpeed adds the slices that are returned.
-            config: The section.
+            config: Format and scale in FP8; None casts nothing.
             nodes: Groups of two levels for reductions over all ranks; those over fewer ranks are flat.
             observe: Gets every gradient that is quantized, its name, and its scale (None: one every 128 elements).
         """

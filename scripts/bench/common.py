@@ -21,8 +21,9 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.gemm import BACKENDS, unavailable
-from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe
 
 PACKAGES = ("ds-fp8", "torch", "triton", "transformer-engine", "transformers", "liger-kernel", "torchao", "deepspeed")
 TABLE_WIDTH = 240

@@ -29,8 +29,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.presets import PRESETS
+from ds_fp8.engine.plans import convert
 from ds_fp8.gemm import unavailable
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.recipe import LinearRecipe

@@ -338,7 +338,7 @@ def would_capture(engine: Any) -> bool:
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
 
-    return why_no_graphs(OnGPU(), engine.fp8.config, engine.fp8.why_no_step) is None
+    return why_no_graphs(OnGPU(), engine.fp8.plans.step, engine.fp8.why_no_step) is None
 
 
 def train(raw: dict[str, Any], chosen: dict[str, Any], folder: str) -> tuple[str, Any]:

@@ -8,7 +8,7 @@ from deepspeed.utils import safe_get_full_optimizer_state as get_state
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.convert import convert
+from ds_fp8.engine.plans import convert
 from ds_fp8.report.runs import RunRecord
 from tests.engine.graphs_in_python import engine_of, log_of, model_of, take_step
 from tests.engine.test_graph_decisions import REPLAYED, forward

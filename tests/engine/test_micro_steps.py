@@ -11,6 +11,7 @@ from torch.utils import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert, step_plan
 from ds_fp8.graphs.capture import (
     before_process_groups_end,
     process_groups_may_end,
@@ -21,7 +22,6 @@ from ds_fp8.graphs.conditions import rows_in_a_graph, unknown_code, why_no_graph
 from ds_fp8.graphs.replay import MIN_DOCUMENTS, Shape, differentiable
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import use_fp8_attention
-from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
 from ds_fp8.zero.collectives import reason_of_any
 from tests.zero import models
@@ -62,7 +62,7 @@ def captures(fp8=None, why_no_step=None, device="cuda", module=None, **answers):
         sequence_parallel_size=answers.pop("sequence_parallel_size", 1),
         **{name: lambda value=value: value for name, value in {**methods, **answers}.items()},
     )
-    return why_no_graphs(engine, section, why_no_step)
+    return why_no_graphs(engine, step_plan(section), why_no_step)
 
 
 def linear(change, **casts):

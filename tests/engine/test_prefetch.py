@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.model import BUCKET, LIVE, wider_prefetch
-from ds_fp8.layers.convert import convert
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.experts.experts import FP8Experts
 from tests.layers.hugging_face import causal_lm
 from tests.layers.moe import mixture

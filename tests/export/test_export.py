@@ -20,6 +20,7 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import group_plan
 from ds_fp8.export import export_checkpoint, export_engine
 from ds_fp8.export.plan import make_plan, plan_to_serve
 from ds_fp8.layers.selection import unconverted
@@ -206,9 +207,9 @@ def test_what_cannot_be_exported_leaves_nothing(trained, tmp_path, changes, mess
     [({"preset": "halo"}, "rotate"), ({"preset": "mxfp8"}, "one scale a 1x32"), ({"linear": {"skip": ["*"]}}, "skip")],
 )
 def test_servers_that_are_given_bf16_are_told_why(fp8, words):
-    model, linear = small_model(**shape()), parse_fp8({"fp8": fp8}).linear
+    model, config = small_model(**shape()), parse_fp8({"fp8": fp8})
     with pytest.warns(UserWarning, match="all weights in BF16") as caught:
-        assert plan_to_serve(model, unconverted(model, linear), linear).layout == "bf16"
+        assert plan_to_serve(model, unconverted(model, group_plan(config)), config.linear).layout == "bf16"
     assert len(caught) == 1
     assert words in str(caught[0].message)
 

@@ -9,8 +9,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.gemm import deep_gemm, select_backend, unavailable
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.research import mxfp8
 
 NOT_HOPPER = "DeepSeek style (1x128, 128x128) scaling only supported in CUDA for SM90"

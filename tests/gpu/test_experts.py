@@ -7,6 +7,7 @@ import torch
 
 from ds_fp8.casts import quantize, quantize_columnwise, transpose
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.gemm import grouped, unavailable
 from ds_fp8.layers.experts.layout import (
     expert_layout,
@@ -15,7 +16,6 @@ from ds_fp8.layers.experts.layout import (
 )
 from ds_fp8.layers.experts.products import ExpertAdapters, ExpertProducts, ExpertWeights, expert_products
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gated_activation_backward, gated_activation_cast
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
 from tests.gemm.tolerance import CHAIN, OF_SCALES, ROUNDING, assert_is_product
 from tests.layers.test_expert_products import inputs, low_ranks, run, run_adapted

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
 from ds_fp8.layers.attention.fp8_attention import (
     add_mean_of_values,
@@ -21,7 +22,6 @@ from ds_fp8.layers.attention.fp8_attention import (
     fp8_attention_reference,
     rotate_back,
 )
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm

@@ -7,8 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.graphs.host_checkpoints import _Input, keep_on_host
-from ds_fp8.layers.convert import convert
 from tests.layers.hugging_face import causal_lm
 
 pytestmark = pytest.mark.gpu

@@ -12,10 +12,10 @@ from deepspeed import comm as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.engine.test_graphs_with_shared_rows import ONE, TWO, trained

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.convert import Conversion, convert
+from ds_fp8.engine.plans import convert
+from ds_fp8.layers.convert import Conversion
 
 SIZES = {
     "vocab_size": 97,

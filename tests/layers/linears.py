@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.convert import convert
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 
 

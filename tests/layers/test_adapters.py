@@ -9,8 +9,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, apply_factors, quantize
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.linear.adapters import Adapters
-from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe
 from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
 
@@ -126,7 +127,7 @@ def test_fused_layers_compute_what_peft_does(name, options, section):
 def test_without_casts_fused_layers_compute_exactly_what_peft_does(name, options, section, monkeypatch):
     exact = adapted(name, torch.float32, **options)
     fused = copy.deepcopy(exact)
-    monkeypatch.setattr("ds_fp8.layers.convert.recipe_from_config", without_casts)
+    monkeypatch.setattr("ds_fp8.engine.plans.recipe_from_config", without_casts)
     assert len(fp8(fused, **section | {"preset": "hybrid_fast"}).fusion.layers) == 2
     found = results(fused)
     for key, expected in results(exact).items():

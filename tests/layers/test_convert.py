@@ -10,7 +10,8 @@ from torch import nn
 import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
-from ds_fp8.layers.convert import convert, matches
+from ds_fp8.engine.plans import convert
+from ds_fp8.layers.convert import matches
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.copies import assert_independent_copy, copied
 from tests.layers.hugging_face import causal_lm, tokens

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from ds_fp8.casts import quantize
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.head import cross_entropy
 from ds_fp8.layers.head.cross_entropy import (
     IGNORED,
@@ -21,7 +22,6 @@ from ds_fp8.layers.head.cross_entropy import (
     softmax_gradient_reference,
     take_outside,
 )
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.losses import TOLERANCE, limit_chunks
 from tests.numerics import error
 

@@ -7,6 +7,7 @@ import torch
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.experts.adapters import LowRank
 from ds_fp8.layers.experts.products import (
     ExpertAdapters,
@@ -16,7 +17,7 @@ from ds_fp8.layers.experts.products import (
     unsupported_shapes,
 )
 from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
-from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from tests.gemm.tolerance import CHAIN
 from tests.layers.expert_loop import Gradients, high_precision, with_casts
@@ -302,7 +303,7 @@ def test_the_kernels_fit_together(monkeypatch):
         uncast, cast, saved = gated.gated_forward(
             gate_up, activation, recipe.input, keep, row_factor=factors, product=product
         )
-        return GatedCast(cast, saved, None, uncast)
+        return GatedCast(cast, saved, uncast)
 
     def activation_backward(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast):
         return GatedGradients(

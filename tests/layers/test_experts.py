@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from ds_fp8.casts import quantize
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.convert import convert, layer_of, restore
+from ds_fp8.engine.plans import convert, recipe_from_config
+from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.decoder.attention import FastAttention
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, decode, products_of
 from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_experts
 from ds_fp8.layers.linear.linear import FP8Linear, Swapped
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
 from tests.layers.hugging_face import fp8, tokens
 from tests.layers.moe import EXPERTS, mixture

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.casts.primitives import scale_from_amax
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention import format as attention_format
 from ds_fp8.layers.attention.cudnn import FORWARD, HEADS_A_CALL, P_SCALE, GradientScales, factors, kv_heads_of_a_call
@@ -27,7 +28,6 @@ from ds_fp8.layers.attention.fp8_attention import (
     gradient_scales,
 )
 from ds_fp8.layers.attention.hadamard import Rotation
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens

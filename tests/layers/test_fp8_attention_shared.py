@@ -11,9 +11,9 @@ from deepspeed import comm as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import documents, sequence_parallel
 from ds_fp8.layers.attention import shared as exchanges
-from ds_fp8.layers.convert import convert
 from tests.layers.hugging_face import tokens
 from tests.layers.test_sequence_parallel import emulated, in_fp8, mine, model_of, shared
 

@@ -7,11 +7,12 @@ from torch import nn
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.gemm import BACKENDS, unavailable
 from ds_fp8.layers.decoder.attention import NormedHeads, normed_heads
 from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
 from ds_fp8.layers.decoder.rotary import HeadLayout
-from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe
 from tests.numerics import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

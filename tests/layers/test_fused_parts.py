@@ -11,6 +11,7 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.casts.outliers import channel_energy, extend_input_reference, largest_channels
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward_reference, rms_norm_cast
 from ds_fp8.layers.decoder.rotary import (
     HeadLayout,
@@ -26,7 +27,7 @@ from ds_fp8.layers.linear.gated_activation import (
     gated_backward_reference,
     gated_product_reference,
 )
-from ds_fp8.layers.linear.recipe import LinearRecipe, recipe_from_config
+from ds_fp8.layers.linear.recipe import LinearRecipe
 from tests.numerics import error
 
 pytest.importorskip("triton", reason="Triton is not installed")

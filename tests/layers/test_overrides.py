@@ -11,9 +11,9 @@ from torch import nn
 from ds_fp8.casts import quantize, quantize_columnwise
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.export.plan import make_plan
 from ds_fp8.gemm import scaled_matmul
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.decoder.gated_mlp import gated_mlp
 from ds_fp8.layers.linear.linear import FP8Linear

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.engine.report import EXPERTS, coverage
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 

@@ -12,11 +12,11 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import documents, sequence_parallel
 from ds_fp8.layers.attention import format as attention_format
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
 from ds_fp8.layers.attention.shared import shared_fp8_attention
-from ds_fp8.layers.convert import convert
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
 

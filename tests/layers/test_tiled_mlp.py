@@ -7,10 +7,9 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
-from ds_fp8.layers.convert import convert
+from ds_fp8.engine.plans import convert, recipe_from_config
 from ds_fp8.layers.decoder import gated_mlp as tiled_mlp
 from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.memory.workloads import most_allocated
 
@@ -152,7 +151,7 @@ def test_tiles_are_whole_groups_of_tokens(tokens):
     ("architecture", "section", "why"),
     [
         ("llama", {"preset": "rowwise"}, 'granularity "row" is that of all tokens'),
-        ("llama", {"linear": {"smooth_swiglu": True}}, "Smooth-SwiGLU has factors of all tokens"),
+        ("llama", {"linear": {"smooth_swiglu": True}}, "smooth_swiglu are computed one by one"),
         ("llama", {"fuse": "off"}, 'fp8.fuse "off"'),
         ("llama", {"linear": {"overrides": {"layers.1.mlp": "bf16"}}}, "model.layers.1"),
         ("qwen3_moe", {}, "the MLP of model.layers.0"),

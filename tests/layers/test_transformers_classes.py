@@ -20,10 +20,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.decoder.decoder import fuse_decoder
 from ds_fp8.layers.experts.experts import convert_experts
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.recipe import recipe_from_config
 from tests.layers.test_adapters import Exact
 from tests.numerics import error
 

@@ -5,8 +5,8 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import documents
-from ds_fp8.layers.convert import convert
 from ds_fp8.memory import activations, estimate, read_workload
 from tests.layers.test_sequence_parallel import shared
 from tests.memory import workloads

@@ -7,7 +7,8 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor, cast, quantize
 from ds_fp8.config.fp8 import MonitorConfig, parse_fp8
-from ds_fp8.layers.convert import convert, layer_of, restore
+from ds_fp8.engine.plans import convert
+from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.monitor import statistics
 from ds_fp8.monitor.cast_monitor import CastFigures, CastMonitor, Thresholds
@@ -195,7 +196,7 @@ def test_a_restored_layer_is_what_it_was(fuse):
 
 
 def watched(*measurements: dict, **config: float) -> list[list[tuple[str, str]]]:
-    watch = Thresholds(MonitorConfig(**config))
+    watch = Thresholds(MonitorConfig(**config).min_snr_db)
     return [[(found.site, found.tensor_class) for found in watch.check(m)] for m in measurements]
 
 
@@ -228,7 +229,7 @@ def test_either_threshold_counts(figures, config, degraded):
 
 
 def test_a_degradation_names_layer_class_and_figure():
-    watch, noisy = Thresholds(MonitorConfig()), {"grad_output": {"model.layers.3.mlp.down_proj": NOISY}}
+    watch, noisy = Thresholds(20.0), {"grad_output": {"model.layers.3.mlp.down_proj": NOISY}}
     (found,) = [watch.check(noisy) for _ in range(3)][-1]
     assert str(found).startswith("model.layers.3.mlp.down_proj, output gradient: ")
     assert "19.9 dB" in str(found)

@@ -10,7 +10,7 @@ from ds_fp8.casts import quantize, quantize_both
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import FORMATS
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.linear.recipe import recipe_from_config
+from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.research.codecs import encode, midpoints
 from ds_fp8.research.codecs_triton import encode_elements
 from ds_fp8.research.formats import EMULATED

@@ -5,8 +5,8 @@ import torch
 
 from ds_fp8.casts import quantize, quantize_columnwise
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.gemm import scaled_matmul
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
@@ -38,7 +38,7 @@ def logits_and_gradient(model):
 def test_a_model_costs_what_its_format_costs(section, bound, fuse):
     exact, cast = causal_lm("qwen2"), causal_lm("qwen2")
     conversion = convert(cast, parse_fp8({"fp8": {**section, "fuse": fuse, "monitor": {"every": 0}}}))
-    rotated = conversion.recipe.rotations
+    rotated = getattr(conversion.recipe, "rotations", ())
     assert bool(rotated) == (section.get("preset") in ("nvfp4", "halo", "quartet"))
     assert len(conversion.fusion.layers) == (2 if fuse == "auto" and not rotated else 0)
     assert conversion.recipe.backend == "reference"

@@ -10,8 +10,8 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.plans import convert
 from ds_fp8.gemm import scaled_matmul, select_backend, unavailable
-from ds_fp8.layers.convert import convert
 from ds_fp8.research import mxfp8
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.research.mxfp8_library import DTYPES

@@ -8,8 +8,8 @@ import torch
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention.hadamard import signs
-from ds_fp8.layers.convert import convert
 from tests.layers.hugging_face import causal_lm
 from tests.layers.linears import fp8_linear, results_of
 
@@ -141,7 +141,7 @@ def test_nothing_is_fused_or_smoothed_where_operands_are_cast_again():
     quartet["linear"]["rotation"] = {"fprop": None, "dgrad": None, "wgrad": None}
     conversion = convert(causal_lm("llama"), parse_fp8({"fp8": quartet}))
     assert not conversion.fusion.layers
-    assert "fp8.linear.recast" in next(iter(conversion.fusion.left.values()))
+    assert "recast or smooth_swiglu are computed one by one" in next(iter(conversion.fusion.left.values()))
     assert "recast: fprop's for the others, pow2 stochastic" in str(FP8Config.from_preset("quartet").linear)
     quartet["linear"]["smooth_swiglu"] = True
     with pytest.raises(UserError, match="recast both change"):

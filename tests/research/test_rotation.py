@@ -7,9 +7,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import FP8Config, parse_fp8
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import convert
 from ds_fp8.export.plan import make_plan
-from ds_fp8.layers.convert import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.linears import fp8_linear, results_of
@@ -92,7 +92,7 @@ def test_adapters_of_a_frozen_base():
     for rotation in ({}, {**HALO2, "wgrad": "tokens"}):
         torch.manual_seed(0)
         model = get_peft_model(causal_lm("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-        convert(model, FP8Config(**section_of({"monitor": {"every": 0}}, rotation)))
+        convert(model, parse_fp8({"fp8": section_of({"monitor": {"every": 0}}, rotation)}))
         ids = tokens()
         model(input_ids=ids, labels=ids).loss.backward()
         models.append({name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None})
@@ -112,7 +112,7 @@ def test_fused_layers_go_without_and_say_so():
     assert not conversion.fusion.layers
     assert not conversion.fusion.mlps
     assert set(conversion.fusion.left.values()) == {
-        "fp8.linear.rotation: casts that are fused into other operations rotate nothing"
+        "linears with fp8.linear.rotation, recast or smooth_swiglu are computed one by one"
     }
     assert conversion.overrides["*.down_proj"].recipe.rotations
     assert not hasattr(conversion.recipe, "rotations")

@@ -9,11 +9,10 @@ from decoder_stacks import hold_in_fp8
 from torch import nn
 
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
-from ds_fp8.layers.convert import convert
+from ds_fp8.engine.plans import convert, recipe_from_config
 from ds_fp8.layers.decoder.decoder import FusedMLP
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.recipe import recipe_from_config
-from ds_fp8.research.recipe import channel_factors
+from ds_fp8.research.recipe import ResearchFP8Linear, channel_factors
 from tests.layers.hugging_face import causal_lm
 from tests.layers.linears import results_of
 from tests.numerics import error
@@ -47,10 +46,9 @@ def test_where_casts_are_exact_nothing_changes(save):
         linear.weight.copy_(powers(8, 32))
         linear.weight[:, 5] /= 64
     smooth = copy.deepcopy(linear)
-    fp8 = FP8Config(
-        linear={"backend": "reference", "smooth_swiglu": True}, activations={"save": save}, monitor={"every": 0}
-    )
-    smooth.__class__, smooth.recipe = FP8Linear, replace(recipe_from_config(fp8), smooth=True)
+    casts = {"backend": "reference", "smooth_swiglu": True}
+    fp8 = FP8Config.from_preset(linear=casts, activations={"save": save}, monitor={"every": 0})
+    smooth.__class__, smooth.recipe = ResearchFP8Linear, replace(recipe_from_config(fp8), smooth=True)
     for result, expected in zip(results_of(smooth, x, dy), results_of(linear, x, dy), strict=True):
         assert torch.equal(result, expected)
 
@@ -84,7 +82,7 @@ def test_an_outlier_channel_no_longer_drowns_the_others(section, held):
             linear = {"backend": "reference", "smooth_swiglu": name == "smooth"}
             config = parse_fp8({"fp8": {"preset": "tensorwise", "linear": linear, "monitor": {"every": 0}, **section}})
             conversion = convert(model, config)
-            assert isinstance(mlp, FusedMLP) == ("fuse" not in section)
+            assert isinstance(mlp, FusedMLP) == ("fuse" not in section and name == "plain")
             smoothed = [getattr(m.recipe, "smooth", False) for m in model.modules() if isinstance(m, FP8Linear)]
             assert sum(smoothed) == (2 if name == "smooth" else 0)
             if held:

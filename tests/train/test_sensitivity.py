@@ -15,7 +15,7 @@ from ds_fp8.casts import quantize
 from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
-from ds_fp8.layers.convert import convert
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.train import load_stage
 from ds_fp8.train.sensitivity import CastSwitch, Judge, measure, parts_of, propose, shares_of

@@ -6,7 +6,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced as stock
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import GradientReduceConfig
+from ds_fp8.config.fp8 import GradientReduceConfig, parse_fp8
+from ds_fp8.engine.plans import step_plan
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.hosts import Hosts, find_hosts, find_nodes, why_flat
 from ds_fp8.zero.reduce import GROWTH, SMALLEST, AutomaticScale, ReduceScatter
@@ -20,7 +21,9 @@ OPTIONS = {"nearest": {}, "tensor": {"scale": "tensor"}}
 
 def reducer(nodes=None, **options):
     """A function from full gradients and their names to this rank's slices of their means."""
-    reduction = ReduceScatter(WireMeter(), None, GradientReduceConfig(**options), nodes)
+    reduction = ReduceScatter(
+        WireMeter(), None, step_plan(parse_fp8({"fp8": {"grad_reduce": options}})).reduction, nodes
+    )
 
     def reduce(gradients, names):
         parameters = []

@@ -6,7 +6,7 @@ from torch import nn
 
 import ds_fp8
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.convert import convert
+from ds_fp8.engine.plans import convert
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models

@@ -256,7 +256,7 @@ def _bases(mlp: nn.Module) -> tuple[FP8Linear, ...]:
 def _check_mlp(mlp: nn.Module) -> None:
     gate, up, down_proj = _bases(mlp)
     gate_up, down = _stacked_recipe([gate, up]), down_proj.recipe
-    _check_recipe(down)
+    _check_linear(down_proj)
     if gate_up.mlp_tile_tokens is not None:
         carries = any(hasattr(mlp.get_submodule(part), "base_layer") for part in MLP_PARTS)
         why = "an MLP that carries an adapter is not computed in tiles" if carries else None
@@ -265,9 +265,9 @@ def _check_mlp(mlp: nn.Module) -> None:
             raise Unfusable(why)
 
 
-def _check_recipe(recipe: LinearRecipe) -> None:
-    if recipe.why_not_fused is not None:
-        raise Unfusable(recipe.why_not_fused)
+def _check_linear(linear: FP8Linear) -> None:
+    if type(linear) is not FP8Linear:
+        raise Unfusable("linears with fp8.linear.rotation, recast or smooth_swiglu are computed one by one")
 
 
 def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
@@ -276,7 +276,7 @@ def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
     weights, recipe = [linear.weight for linear in linears], linears[0].recipe
     if any(linear.recipe != recipe for linear in linears):
         raise Unfusable("fp8.linear.overrides casts linears of one product in different ways")
-    _check_recipe(recipe)
+    _check_linear(linears[0])
     if not can_stack(rows, recipe.weight.granularity):
         heights, blocks = ", ".join(map(str, rows)), recipe.weight.granularity
         raise Unfusable(f"weights of {heights} rows cannot be stacked: {blocks} blocks would straddle")

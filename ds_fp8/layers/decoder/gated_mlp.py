@@ -42,7 +42,7 @@ from ds_fp8.layers.linear.gated_activation import (
     tensors_of,
 )
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_columns, split_rows
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, split_rows
 
 
 class MLPWeights(NamedTuple):
@@ -83,21 +83,18 @@ class KeptOfMLP(NamedTuple):
 
     saved: Saved | None
     """gate_up [T, 2F], or None where it is computed again."""
-    factors: torch.Tensor | None
-    """FP32 [F], LinearRecipe.channel_factors of the product."""
     gate_up: Kept = ()
     """Of the adapters."""
     down: Kept = ()
 
     @classmethod
     def of_tensors(cls, tensors: list, adapters: MLPAdapters, down: LinearRecipe) -> KeptOfMLP:
-        factors, *others = tensors
         first, second = adapters.gate_up.kept, adapters.gate_up.kept + adapters.down.kept
-        return cls(saved_from(others[second:], down), factors, others[:first], others[first:second])
+        return cls(saved_from(tensors[second:], down), tensors[:first], tensors[first:second])
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.factors, *self.gate_up, *self.down, *tensors_of(self.saved)
+        return *self.gate_up, *self.down, *tensors_of(self.saved)
 
 
 Cast = Callable[[], QuantizedTensor]
@@ -130,14 +127,13 @@ class GatedMLP:
         gate_up = adapters.gate_up.add(self._gate_up(n, weights, dtype), of_gate_up)
         # Recomputed: backward gets n again from its maker, and pays one more product for 2F numbers a token less.
         keep = keep and self.gate_up.recompute != "mlp"
-        cast, saved, factors, product = gated_activation_cast(
-            gate_up, self.activation, self.down, keep, product=bool(adapters.down)
-        )
+        wanted = bool(adapters.down)
+        cast, saved, product = gated_activation_cast(gate_up, self.activation, self.down, keep, product=wanted)
         of_down = adapters.down.project(product)
         # 2F numbers a token, the largest activation of a layer: it must be gone before the next product allocates.
         del gate_up, product
-        y = adapters.down.add(self.down.multiply(cast, fprop_weight(weights[2:], self.down, factors), dtype), of_down)
-        return y, KeptOfMLP(saved, factors, of_gate_up, of_down)
+        y = adapters.down.add(self.down.multiply(cast, fprop_weight(weights[2:], self.down), dtype), of_down)
+        return y, KeptOfMLP(saved, of_gate_up, of_down)
 
     def backward(
         self,
@@ -155,8 +151,7 @@ class GatedMLP:
         Gradients have the dtype of their weights, unless `wgrad_dtype` says another.
         """
         recipe, dtype = self.gate_up, dy.dtype
-        saved, factors = kept[:2]
-        inverse = None if factors is None else factors.reciprocal()
+        saved = kept.saved
         wants = [weight.requires_grad for weight in weights]
         if saved is None:
             saved = adapters.gate_up.add(self._gate_up(n_rowwise(), weights, dtype), kept.gate_up)
@@ -164,10 +159,9 @@ class GatedMLP:
                 saved = gated_activation_cast(saved, self.activation, self.down).saved  # what "none" would have kept
         #     dproduct = dy Wdown';  dgate_up = act'(...) dproduct;  dn = dgate_up Wgate_up
         #     dWdown = dy' product;  dWgate_up = dgate_up' n                  operands cast along the tokens
-        # With factors s, forward multiplied (product / s) by (Wdown s): dproduct is divided by s, dWdown multiplied.
-        down, factor = dgrad_weight([weights.down], self.down, factors)
+        down, factor = dgrad_weight([weights.down], self.down)
         dy_cast, dy_columnwise = self.down.cast_grad_output(dy, True, wants[2], factor)
-        dproduct = scale_columns(self.down.multiply(dy_cast, down, dtype), inverse)
+        dproduct = self.down.multiply(dy_cast, down, dtype)
         du_down, db_down = adapters.down.output_backward(dy, kept.down)
         adapters.down.add_to_input(dproduct, du_down, kept.down)
         # A view of both weights where ZeRO-3 gathered them side by side: no stacked copy.
@@ -179,7 +173,6 @@ class GatedMLP:
             recipe,
             self.down,
             factor,
-            inverse,
             wgrad=any(wants),
             uncast=(bool(adapters.gate_up), bool(adapters.down)),
         )
@@ -194,7 +187,6 @@ class GatedMLP:
         ddown = dgate = dup = None
         if wants[2]:
             ddown = self.down.multiply(dy_columnwise, casts.product_columnwise, wgrad_dtype or weights.down.dtype)
-            ddown = scale_columns(ddown, factors)
         if wants[0] or wants[1]:
             # One product for both weights. n is cast along the tokens only here, and freed with the expression.
             stacked = recipe.multiply(casts.dgate_up_columnwise, n_columnwise(), wgrad_dtype or weights.gate.dtype)
@@ -281,7 +273,7 @@ class _TiledMLP(torch.autograd.Function):
         dn, sums = torch.empty_like(dy_TH), [None, None, None]
         for rows in _tiles(len(dy_TH), recipe):
             again = _cast_again(recipe, hidden[rows], None if rstd is None else rstd[rows], norm)
-            dn[rows], gradients = ctx.mlp.backward(dy_TH[rows], weights, KeptOfMLP(None, None), *again, torch.float32)
+            dn[rows], gradients = ctx.mlp.backward(dy_TH[rows], weights, KeptOfMLP(None), *again, torch.float32)
             sums = [new if old is None else old.add_(new) for old, new in zip(sums, gradients, strict=True)]
             del gradients
         gradients = [x if x is None else x.to(weight.dtype) for x, weight in zip(sums, weights, strict=True)]
@@ -340,8 +332,6 @@ def _input_gradients(
 
 
 def why_not_tiled(recipe: LinearRecipe) -> str | None:
-    if recipe.why_all_tokens is not None:
-        return recipe.why_all_tokens
     for granularity, scale in (
         (recipe.input.granularity, recipe.input.scale),
         (recipe.wgrad_input, recipe.input.scale),

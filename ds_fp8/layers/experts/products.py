@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ds_fp8.casts import QuantizedTensor, transpose
-from ds_fp8.config.formats import BLOCK, CastSpec
+from ds_fp8.config.formats import BLOCK, SCALE_TYPES, CastSpec
 from ds_fp8.gemm import grouped
 from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
 from ds_fp8.layers.experts.adapters import LowRank
@@ -38,6 +38,7 @@ from ds_fp8.layers.linear.gated_activation import (
     saved_from,
     tensors_of,
 )
+from ds_fp8.layers.linear.linear import LAYERS
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED
 
@@ -77,8 +78,9 @@ NO_ADAPTERS = ExpertAdapters()
 
 
 def unsupported(recipe: LinearRecipe) -> str | None:
-    if recipe.why_not_grouped is not None:
-        return recipe.why_not_grouped
+    casts = recipe.input, recipe.weight, recipe.grad_output
+    if type(recipe) in LAYERS or not all(SCALE_TYPES[cast.scale].needs_amax for cast in casts):
+        return "their casts round to nearest with scales that follow the numbers, neither rotated nor cast again"
     if recipe.outlier_channels:
         return "they have no outlier channels"
     if recipe.weight.granularity != "128x128":

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.config.plans import GroupPlan
 from ds_fp8.layers.experts.adapters import wrappers_of, wraps_parameter
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.selection import first_matches, named_by_user
@@ -39,9 +39,9 @@ def names_of_experts(model: nn.Module) -> list[str]:
     ]
 
 
-def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
-    names, linear = names_of_experts(model), config.linear
-    by_user, override_of = named_by_user(names, linear), first_matches(names, linear.overrides)
+def experts_left(model: nn.Module, plan: GroupPlan) -> dict[str, str]:
+    names = names_of_experts(model)
+    by_user, override_of = named_by_user(names, plan), first_matches(names, plan.overrides)
     modules, left = dict(model.named_modules()), {}
     users = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
     for full_name in names:
@@ -50,11 +50,11 @@ def experts_left(model: nn.Module, config: FP8Config) -> dict[str, str]:
         weight, around = module._parameters[own], wrappers_of(name, modules)
         if not around and name:
             around = [modules[name.rpartition(".")[0]]]
-        casts = linear.overrides[override_of[full_name]] if full_name in override_of else linear
+        cast = plan.overrides[override_of[full_name]] if full_name in override_of else plan.weight
         reason = by_user.get(full_name)
-        if config.param_gather.format == "bf16":
+        if not plan.gathers:
             reason = 'fp8.param_gather.format is "bf16"'
-        reason = reason or cast_of_experts(casts.weight.spec).why_not_gathered or _objection(module, weight, around)
+        reason = reason or cast_of_experts(cast).why_not_gathered or _objection(module, weight, around)
         if reason is None and users[id(weight)] > 1:
             reason = "shared with another module"
         if reason is not None:

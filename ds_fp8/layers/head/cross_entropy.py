@@ -14,11 +14,13 @@ which ZeRO-3 has released by then.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ds_fp8.config.formats import BLOCK
+from ds_fp8.config.formats import BLOCK, SCALE_TYPES
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_operand
 
@@ -140,7 +142,7 @@ def _compute(
         return hidden.new_zeros((), dtype=torch.float32), dhidden, torch.zeros_like(weight) if wants_dweight else None
     chunk = chunk_tokens(tokens, *weight.shape, hidden.is_cuda, recipe is not None)
     options = hidden, weight, targets, dhidden, wants_dweight, chunk
-    losses, dweight = _in_high_precision(*options) if recipe is None else _in_fp8(*options, recipe.for_head())
+    losses, dweight = _in_high_precision(*options) if recipe is None else _in_fp8(*options, recipe)
     return losses.sum(), dhidden, dweight
 
 
@@ -198,6 +200,9 @@ def _in_fp8(
     it is rounded to the weight's dtype, and summed in FP32 where there are several groups.
     """
     losses, dweight, wants_dx = [], None, dhidden is not None
+    if not SCALE_TYPES[recipe.grad_output.scale].needs_amax:
+        # Gradients of the summed loss are as large as 1, and would leave a fixed scale.
+        recipe = replace(recipe, grad_output=replace(recipe.grad_output, scale="pow2"))
     # Cast once for all chunks: V x H elements, more than the activations of a chunk.
     cast, transposed, factor = recipe.cast_weight(weight), None, None
     if wants_dx and recipe.casts_weight_twice:

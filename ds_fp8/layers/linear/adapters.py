@@ -51,14 +51,11 @@ def why_not_plain(module: nn.Module) -> str | None:
 
 
 class Adapter(NamedTuple):
-    a: nn.Parameter
-    """[r, K]"""
-    b: nn.Parameter
-    """[N_i, r]"""
+    a: nn.Parameter  # [r, K]
+    b: nn.Parameter  # [N_i, r]
     scale: float
     dropout: float
-    columns: slice
-    """Of the product."""
+    columns: slice  # of the product
 
 
 class Adapters(Sequence[Adapter]):

@@ -28,8 +28,7 @@ from ds_fp8.layers.linear.recipe import LinearRecipe
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
-Saved = QuantizedTensor | torch.Tensor
-"""gate_up [T, 2F] as kept for backward."""
+Saved = QuantizedTensor | torch.Tensor  # gate_up [T, 2F] as kept for backward
 
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
@@ -68,25 +67,17 @@ def saved_from(tensors: Sequence[torch.Tensor], down: LinearRecipe) -> Saved | N
 
 
 class GatedCast(NamedTuple):
-    product: QuantizedTensor
-    """[T, F], as fprop reads it; with an outlier block, where the recipe has one, wider."""
-    saved: Saved | None
-    """gate and up as kept for backward."""
-    factors: torch.Tensor | None
-    """FP32 [F]: what the channels of the product were divided by before the cast, where they were."""
-    uncast: torch.Tensor | None = None
-    """The product [T, F] in gate_up's dtype, where it is asked for."""
+    product: QuantizedTensor  # [T, F], as fprop reads it; with an outlier block, where the recipe has one, wider
+    saved: Saved | None  # gate and up as kept for backward
+    uncast: torch.Tensor | None = None  # the product [T, F] in gate_up's dtype, where it is asked for
 
 
 class GatedGradients(NamedTuple):
-    dgate_up: QuantizedTensor
-    """[T, 2F], for dgrad."""
+    dgate_up: QuantizedTensor  # [T, 2F], for dgrad
     dgate_up_columnwise: QuantizedTensor | None
     """[2F, T], for wgrad of gate_proj and up_proj; None where there is no wgrad."""
-    product_columnwise: QuantizedTensor | None
-    """[F, T], for wgrad of down_proj; None where there is no wgrad."""
-    drow_factor: torch.Tensor | None = None
-    """FP32 [T], the gradient of the rows' factors, where they have some."""
+    product_columnwise: QuantizedTensor | None  # [F, T], for wgrad of down_proj; None where there is no wgrad
+    drow_factor: torch.Tensor | None = None  # FP32 [T], the gradient of the rows' factors, where they have some
     dgate_up_uncast: torch.Tensor | None = None
     """[T, 2F] in dproduct's dtype, as the product [T, F], where they are asked for."""
     product_uncast: torch.Tensor | None = None
@@ -145,16 +136,15 @@ def gated_activation_cast(
         uncast, cast, saved = gated_product_reference(gate_up, activation, row_factor), None, None
     if in_fp8 and saved is None:
         saved = recipe.keep_gate_up(gate_up)
-    factors = recipe.channel_factors(uncast)
     if cast is None:
-        cast = recipe.cast_input(uncast, column_factor=None if factors is None else factors.reciprocal())
+        cast = recipe.cast_input(uncast)
     elif recipe.monitor.active:
         factor = (lambda rows: None) if row_factor is None else row_factor.__getitem__
         recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), cast)
     if recipe.outliers is not None:
         cast = _with_outliers(cast, gate_up, activation, recipe.outliers.observe(cast, recipe.monitor.active))
     uncast = uncast.to(gate_up.dtype) if product else None
-    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, factors, uncast)
+    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, uncast)
 
 
 def _with_outliers(
@@ -176,7 +166,6 @@ def gated_activation_backward(
     recipe: LinearRecipe,
     down: LinearRecipe,
     dgrad_factor: torch.Tensor | None = None,
-    product_factor: torch.Tensor | None = None,
     row_factor: torch.Tensor | None = None,
     wgrad: bool = True,
     uncast: tuple[bool, bool] = (False, False),
@@ -187,7 +176,6 @@ def gated_activation_backward(
         recipe: Of the product of gate and up.
         down: Of down_proj's product.
         dgrad_factor: [2F], multiplied into dgate_up for dgrad.
-        product_factor: [F], multiplied into the product for wgrad.
         row_factor: FP32 [T], what forward multiplied the rows of the product by.
         wgrad: Whether any of the three weights has a gradient.
         uncast: Whether dgate_up, and the product, are wanted in high precision, too.
@@ -198,7 +186,7 @@ def gated_activation_backward(
         # The kernels that cast as they compute mask nothing.
         whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
         by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
-        if dgrad_factor is None and product_factor is None and by_tile and whole_tiles:
+        if dgrad_factor is None and by_tile and whole_tiles:
             casts = GatedGradients(
                 *gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
             )
@@ -216,6 +204,6 @@ def gated_activation_backward(
         drow_factor = (dproduct.float() * product).sum(1)
         dgate_up, product = (x * row_factor[:, None] for x in (dgate_up, product))
     row, column = recipe.cast_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
-    columns = down.cast_input_columnwise(product, column_factor=product_factor) if wgrad else None
+    columns = down.cast_input_columnwise(product) if wgrad else None
     high = (x.to(dproduct.dtype) if wanted else None for x, wanted in zip((dgate_up, product), uncast, strict=True))
     return GatedGradients(row, column, columns, drow_factor, *high)

@@ -27,8 +27,7 @@ from ds_fp8.casts.primitives_triton import (
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
-ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-"""Name of an activation -> the constant ACTIVATION of kernels."""
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # name of an activation -> the constant ACTIVATION of kernels
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 

@@ -22,14 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from ds_fp8.layers.linear.adapters import Adapters, is_lora
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, scale_columns
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight
 
 
 class Swapped(nn.Module):
     """A class to be put before a module's own class by `swapped_class`; its objects can be copied and pickled."""
 
-    prefix = "FP8"
-    """Of the name of the class made."""
+    prefix = "FP8"  # of the name of the class made
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         # The class was made at run time, so that pickle would not find it by its name.
@@ -48,70 +47,80 @@ def _empty(first: type[Swapped], own: type[nn.Module]) -> Swapped:
     return kind.__new__(kind)
 
 
+class Products:
+    """fprop, dgrad and wgrad of a linear layer, with x [T, K] and dy [T, N]."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, weight: nn.Parameter, recipe: LinearRecipe, save: str, dgrad: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Return (y [T, N], what `backward` reads); `save` is "fp8", "bf16" or "nothing"."""
+        wgrad = save != "nothing" and weight.requires_grad
+        # Both casts read x once. wgrad's is made now, although it is used in backward: x itself can then be freed.
+        if wgrad and save == "fp8":
+            cast, columnwise = recipe.cast_input_both(x)
+            saved = [columnwise.data, columnwise.scale]
+        else:
+            cast, saved = recipe.cast_input(x), [x] if wgrad else []
+        cast = recipe.with_outliers(cast, x)
+        return recipe.multiply(cast, fprop_weight([weight], recipe), x.dtype), saved
+
+    @staticmethod
+    def backward(
+        dy: torch.Tensor,
+        weight: nn.Parameter,
+        recipe: LinearRecipe,
+        save: str,
+        saved: list[torch.Tensor | None],
+        wants: tuple[bool, bool],
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return (dx of `dtype`, dw), each as it is wanted."""
+        # Before dy is cast: scales that belong to the contraction of dgrad are multiplied into dy.
+        transposed, factor = dgrad_weight([weight], recipe) if wants[0] else (None, None)
+        cast, columnwise = recipe.cast_grad_output(dy, *wants, factor)
+        dx = recipe.multiply(cast, transposed, dtype) if wants[0] else None
+        if not wants[1]:
+            return dx, None
+        x = recipe.kept_input(*saved) if save == "fp8" else recipe.cast_input_columnwise(*saved)
+        return dx, recipe.multiply(columnwise, x, weight.dtype)
+
+
 class _FP8LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: nn.Parameter, recipe: LinearRecipe, save: str, adapters: Adapters, *_):
+    def forward(
+        ctx, x: torch.Tensor, weight: nn.Parameter, products: type[Products], recipe: LinearRecipe, save: str,
+        adapters: Adapters, *_,
+    ):  # fmt: skip
         x_TK = x.reshape(-1, x.shape[-1])
-        needs_wgrad = save != "nothing" and weight.requires_grad
-        factors = recipe.channel_factors(x_TK)
-        inverse = None if factors is None else factors.reciprocal()
-        # Both casts read x once. wgrad's is made now, although it is used in backward: x itself can then be freed.
-        if needs_wgrad and save == "fp8":
-            x_cast, x_KT = recipe.cast_input_both(x_TK, inverse)
-            saved = [x_KT.data, x_KT.scale]
-        else:
-            x_cast = recipe.cast_input(x_TK, column_factor=inverse)
-            saved = [x] if needs_wgrad else []
-        beyond = recipe.clipped_input(x_TK, x_cast) if save != "nothing" and ctx.needs_input_grad[0] else None
+        y_TN, saved = products.forward(x_TK, weight, recipe, save, ctx.needs_input_grad[0])
         low_rank = adapters.project(x_TK)
         # Adapters read x in BF16; what fused layers call this for, attention's output, is kept there anyway.
         whole = [x] if adapters and save != "nothing" else []
-        ctx.save_for_backward(factors, beyond, *low_rank, *whole, *saved)
-        x_cast = recipe.with_outliers(x_cast, x_TK)
-        y_TN = recipe.multiply(x_cast, fprop_weight([weight], recipe, factors), x.dtype)
+        ctx.save_for_backward(*low_rank, *whole, *saved)
         adapters.add(y_TN, low_rank)
         # The weight is kept as the parameter itself, not through save_for_backward: its storage is released after
         # forward, and backward finds the weights gathered by then.
-        ctx.weight, ctx.recipe, ctx.save, ctx.input_shape, ctx.input_dtype = weight, recipe, save, x.shape, x.dtype
-        ctx.adapters = adapters
+        ctx.weight, ctx.products, ctx.recipe, ctx.save, ctx.adapters = weight, products, recipe, save, adapters
+        ctx.input_shape, ctx.input_dtype = x.shape, x.dtype
         return y_TN
 
     @staticmethod
     @once_differentiable  # a cast has no derivative: a gradient of gradients is an error, not silently zero
     def backward(ctx, dy: torch.Tensor):
-        recipe, weight, adapters = ctx.recipe, ctx.weight, ctx.adapters
-        dy_TN = dy.reshape(-1, dy.shape[-1])
-        factors, beyond, *saved = ctx.saved_tensors
+        adapters, wants, of_adapters = ctx.adapters, ctx.needs_input_grad[:2], []
+        dy_TN, saved = dy.reshape(-1, dy.shape[-1]), list(ctx.saved_tensors)
         low_rank, saved = saved[: adapters.kept], saved[adapters.kept :]
-        inverse = None if factors is None else factors.reciprocal()
-        dx = dw = w_KN = factor = None
-        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        if needs_dgrad:
-            # Before dy is cast: scales that belong to the contraction of dgrad are multiplied into dy.
-            w_KN, factor = dgrad_weight([weight], recipe, factors)
-        dy_cast, dy_NT = recipe.cast_grad_output(dy_TN, needs_dgrad, needs_wgrad, factor)
-        if needs_dgrad:
-            dx = recipe.dgrad_result(recipe.multiply(dy_cast, w_KN, ctx.input_dtype), len(dy_TN), beyond)
-            # With factors s forward multiplied (x / s) by (W s): dx is divided by s, dw multiplied by it.
-            dx = scale_columns(dx, inverse)
-        of_adapters = []
+        x, saved = (saved[0], saved[1:]) if adapters else (None, saved)
+        dx, dw = ctx.products.backward(dy_TN, ctx.weight, ctx.recipe, ctx.save, saved, wants, ctx.input_dtype)
         if adapters:
-            x, *saved = saved
-            x_TK = x.reshape(-1, x.shape[-1])
             du, db = adapters.output_backward(dy_TN, low_rank)
-            if needs_dgrad:
+            if wants[0]:
                 adapters.add_to_input(dx, du, low_rank)
-            of_adapters = adapters.in_order(adapters.a_backward(du, x_TK, low_rank), db)
+            da = adapters.a_backward(du, x.reshape(-1, x.shape[-1]), low_rank)
+            of_adapters = adapters.in_order(da, db)
         dx = None if dx is None else dx.view(ctx.input_shape)
-        if needs_wgrad:
-            if ctx.save == "fp8":
-                x_KT = recipe.kept_input(*saved)
-            else:
-                (x,) = saved
-                x_KT = recipe.cast_input_columnwise(x.reshape(-1, x.shape[-1]), column_factor=inverse)
-            dw = recipe.wgrad_result(recipe.multiply(dy_NT, x_KT, weight.dtype), weight)
-            dw = scale_columns(dw, factors)
-        return dx, dw, None, None, None, *of_adapters
+        return dx, dw, None, None, None, None, *of_adapters
 
 
 NO_ADAPTERS = Adapters(())
@@ -129,17 +138,26 @@ class FP8Linear(nn.Linear):
     Made by `ds_fp8.convert`, which sets `recipe`.
     """
 
+    products: type[Products] = Products
     recipe: LinearRecipe
-    own_class: type[nn.Linear] = nn.Linear
-    """The class before the conversion."""
+    own_class: type[nn.Linear] = nn.Linear  # before the conversion
+    # True if the layer before keeps this input for its own backward, so that keeping it here too costs nothing.
     input_is_saved: bool = False
-    """True if the layer before keeps this input for its own backward, so that keeping it here too costs nothing."""
+
+    @classmethod
+    def swap_in(cls, layer: nn.Linear, name: str, recipe: LinearRecipe, model: nn.Module) -> None:
+        """Let a layer of a model compute by a recipe. Raises UserError where the recipe does not fit the layer."""
+        # The class from before the first conversion; a converted layer knows it already.
+        layer.own_class = layer.own_class if isinstance(layer, FP8Linear) else type(layer)
+        layer.__class__ = cls
+        layer.recipe = recipe.at(name)
 
     @runs_eagerly
     def forward(self, input: torch.Tensor, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
         keep = "bf16" if self.input_is_saved or self.recipe.save == "bf16" else "fp8"
         keep = keep if torch.is_grad_enabled() else "nothing"
-        y = _FP8LinearFunction.apply(input, self.weight, self.recipe, keep, adapters, *adapters.parameters)
+        options = self.products, self.recipe, keep, adapters
+        y = _FP8LinearFunction.apply(input, self.weight, *options, *adapters.parameters)
         # Here, and not in the function: autograd lets nobody change the view that a function returned (Llama 4 adds to
         # the output of its shared expert).
         y = y.view(*input.shape[:-1], y.shape[-1])
@@ -152,6 +170,9 @@ class FP8Linear(nn.Linear):
             for name, spec in (("input", recipe.input), ("weight", recipe.weight), ("grad_output", recipe.grad_output))
         )
         return f"{super().extra_repr()}, {casts}, backend={recipe.backend}"
+
+
+LAYERS: dict[type[LinearRecipe], type[FP8Linear]] = {}  # classes for other recipes than core's
 
 
 def base_of(linear: nn.Module) -> nn.Module:

@@ -14,20 +14,17 @@ from torch import nn
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.outliers import channel_energy, largest_channels
 
-ENOUGH = 0.9
-"""Channels stay while they hold this share of the energy of those that hold the most."""
+ENOUGH = 0.9  # channels stay while they hold this share of the energy of those that hold the most
 
 
 class OutlierChannels:
     def __init__(self, count: int):
-        self.count = count
-        """Number of channels, of all products alike; narrower inputs have fewer."""
+        self.count = count  # number of channels, of all products alike; narrower inputs have fewer
         self.channels: torch.Tensor | None = None
         """int32 [C], ascending; None before the first input. Changed in place: CUDA graphs read it."""
         self.energy: torch.Tensor | None = None
         """FP32 [K], of the inputs of the step that is being measured on this rank; None outside measured steps."""
-        self.fixed = False
-        """Whether no others are looked for: those of frozen weights are the first input's."""
+        self.fixed = False  # whether no others are looked for: those of frozen weights are the first input's
         self.add_over_ranks: Callable[[torch.Tensor], None] = _alone
         """Adds a tensor up over all ranks, in place, with the same bits on each."""
         self.on_found: Callable[[OutlierChannels], None] = _alone

@@ -7,25 +7,20 @@
 T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
 dgrad, where a product cannot apply it: the scales are multiplied into dy before its cast, dx = cast(dy ⊙ s) · codes.
 
-ds_fp8.research has subclasses that rotate operands or cast them again: `make_recipe` chooses by the section's class.
+engine/plans.py makes it of a configuration. ds_fp8.research has a subclass, and layers for it in LAYERS (linear.py).
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, apply_factors, quantize, quantize_both, quantize_columnwise, transpose
 from ds_fp8.casts.outliers import extend_input
 from ds_fp8.casts.quantization import width_with_outliers
-from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.config.linear import LinearCasts
-from ds_fp8.gemm import reads_transposed, scaled_matmul, select_backend
+from ds_fp8.config.formats import BLOCK, SCALE_TYPES, CastSpec, is_of_groups
+from ds_fp8.gemm import reads_transposed, scaled_matmul
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
@@ -39,44 +34,23 @@ Casts = tuple[QuantizedTensor | None, QuantizedTensor | None]
 class LinearRecipe:
     """Casts and products of a linear layer, shared by FP8 linears and fused parts; only `site` differs."""
 
-    input: CastSpec
-    """Cast of x as fprop's operand."""
+    input: CastSpec  # cast of x as fprop's operand
     weight: CastSpec
-    grad_output: CastSpec
-    """Cast of dy as dgrad's operand, and, along the tokens, as wgrad's."""
-    wgrad_input: str
-    """Granularity of x as wgrad's operand, cast along the tokens."""
+    grad_output: CastSpec  # cast of dy as dgrad's operand, and, along the tokens, as wgrad's
+    wgrad_input: str  # granularity of x as wgrad's operand, cast along the tokens
     backend: str
-    save: str
-    """activations.save: "fp8" or "bf16"."""
-    recompute: str
-    """activations.recompute: "none" or "mlp"."""
+    save: str  # activations.save: "fp8" or "bf16"
+    recompute: str  # activations.recompute: "none" or "mlp"
     monitor: CastMonitor = field(compare=False)
     mlp_tile_tokens: int | None = None
-    outlier_channels: int = 0
-    """Channels of the input that fprop multiplies with the residuals of their casts."""
-    outliers: OutlierChannels | None = field(default=None, compare=False)
-    """The outlier channels found at this site."""
-    site: str = field(default="", compare=False)
-    """Name of what multiplies with this recipe, for statistics."""
+    outlier_channels: int = 0  # channels of the input that fprop multiplies with the residuals of their casts
+    outliers: OutlierChannels | None = field(default=None, compare=False)  # the outlier channels found at this site
+    site: str = field(default="", compare=False)  # name of what multiplies with this recipe, for statistics
 
-    # What subclasses find out of their own fields.
-    why_not_grouped: ClassVar[str | None] = None
-    """What of this recipe the grouped products of experts do not have."""
-    why_not_fused: ClassVar[str | None] = None
-    """What of this recipe products that are fused into others do not have."""
-    why_all_tokens: ClassVar[str | None] = None
-    """What of this recipe needs all tokens at once, beside the granularities of its casts."""
-    casts_weight_twice: ClassVar[bool] = False
-    """Whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
-
-    def for_layer(self, name: str, layer: nn.Linear, model: nn.Module) -> LinearRecipe:
-        """Return the recipe of one layer of a model. Raises UserError where its casts do not fit the layer."""
-        return self.at(name)
-
-    def for_head(self) -> LinearRecipe:
-        """Return the recipe of the head, whose output gradient is that of the summed loss: as large as 1."""
-        return self
+    @property
+    def casts_weight_twice(self) -> bool:
+        """Return whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
+        return is_of_groups(self.weight.granularity)
 
     def at(self, site: str) -> LinearRecipe:
         # One set of channels a site: recipes are shared by all layers, but every input has channels of its own.
@@ -116,21 +90,15 @@ class LinearRecipe:
             return 0
         return width_with_outliers(columns, min(self.outlier_channels, columns)) - columns
 
-    def channel_factors(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return FP32 [K], what the channels of x [T, K] are divided by and w's columns multiplied by, or None."""
-        return None
-
-    def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
-        """Cast a weight [N, K] that is present in high precision, times its factors."""
-        spec = self.weight
-        quantized = quantize(weight, spec.format, spec.granularity, spec.scale, column_factor=column_factor)
-        self.observe("weight", weight, quantized, None, column_factor)
+    def cast_weight(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Cast a weight [N, K] that is present in high precision."""
+        quantized = quantize(weight, self.weight.format, self.weight.granularity, self.weight.scale)
+        self.observe("weight", weight, quantized)
         return quantized
 
-    def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
+    def cast_weight_columnwise(self, weight: torch.Tensor) -> QuantizedTensor:
         """Cast a weight [N, K] that is present in high precision as dgrad reads it: [K, N]."""
-        spec = self.weight
-        return quantize_columnwise(weight, spec.format, spec.granularity, spec.scale, column_factor=column_factor)
+        return quantize_columnwise(weight, self.weight.format, self.weight.granularity, self.weight.scale)
 
     def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it."""
@@ -162,11 +130,11 @@ class LinearRecipe:
         spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
         return quantize_columnwise(x, spec.format, self.wgrad_input, spec.scale, **factors)
 
-    def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Cast x [T, K], times its factors, as fprop reads it, and as wgrad does, in one pass."""
+    def cast_input_both(self, x: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Cast x [T, K] as fprop reads it, and as wgrad does, in one pass."""
         spec, room = self.input, self.room_for_outliers(x.shape[-1])
-        both = quantize_both(x, spec.format, spec.granularity, self.wgrad_input, spec.scale, None, column_factor, room)
-        self.observe("input", x, both[0], None, column_factor)
+        both = quantize_both(x, spec.format, spec.granularity, self.wgrad_input, spec.scale, room=room)
+        self.observe("input", x, both[0])
         return both
 
     def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
@@ -174,13 +142,18 @@ class LinearRecipe:
         name = None if data.dtype is not torch.uint8 else self.input.format
         return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, name)
 
+    @property
+    def _of_gate_up(self) -> tuple[str, str]:
+        fixed = not SCALE_TYPES[self.input.scale].needs_amax
+        return ("tensor", self.input.scale) if fixed else ("1x128", "pow2")
+
     def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
         """Cast gate and up [T, 2F], as the backward of a gated MLP reads them; self is the recipe of down_proj."""
-        return quantize(gate_up, "e4m3", "1x128", "pow2")
+        return quantize(gate_up, "e4m3", *self._of_gate_up)
 
     def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Return what keep_gate_up returned, from its codes and scales."""
-        return QuantizedTensor(data, scale, "1x128", "pow2")
+        return QuantizedTensor(data, scale, *self._of_gate_up)
 
     def cast_grad_output(
         self, dy: torch.Tensor, dgrad: bool = True, wgrad: bool = True, column_factor: Factor = None
@@ -209,18 +182,6 @@ class LinearRecipe:
         spec = self.grad_output
         return quantize_both(dy, spec.format, rowwise, columnwise, spec.scale, column_factor=column_factor)
 
-    def clipped_input(self, x: torch.Tensor, cast: QuantizedTensor) -> torch.Tensor | None:
-        """Return which elements of fprop's cast of x get no gradient, bool [T, K]; None if all of them do."""
-        return None
-
-    def dgrad_result(self, dx: torch.Tensor, tokens: int, clipped_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the gradient of the input, from dgrad's product and what clipped_input returned."""
-        return dx
-
-    def wgrad_result(self, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight, from wgrad's product."""
-        return dw
-
     def observe(
         self,
         tensor_class: str,
@@ -241,45 +202,3 @@ class LinearRecipe:
 def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:
     """Return rows of x times its factors: the whole of it, in FP32, would be twice the size of x."""
     return lambda rows: apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)
-
-
-def recipe_from_config(
-    config: FP8Config, monitor: CastMonitor | None = None, casts: LinearCasts | None = None
-) -> LinearRecipe:
-    """Return the recipe of a configuration, resolved on this machine.
-
-    Args:
-        config: The whole "fp8" section.
-        monitor: Counts what casts lose; by default one that `config.monitor` describes.
-        casts: Those of the layers that an override means; by default those of `config.linear` itself.
-
-    Raises:
-        UserError: The configured backend cannot run these casts.
-    """
-    linear, casts = config.linear, casts or config.linear
-    wgrad_input = casts.wgrad.input or casts.input.granularity
-    x, w, dy = casts.input.spec, casts.weight.spec, casts.grad_output.spec
-    dgrad_weight = "tensor" if w.granularity == "row" else w.granularity
-    products = [(x, w), (dy, replace(w, granularity=dgrad_weight)), (dy, replace(x, granularity=wgrad_input))]
-    return make_recipe(
-        casts,
-        config,
-        x,
-        w,
-        dy,
-        wgrad_input=wgrad_input,
-        backend=select_backend(linear.backend, products),
-        save=config.activations.save,
-        recompute=config.activations.recompute,
-        mlp_tile_tokens=config.activations.mlp_tile_tokens,
-        monitor=monitor or CastMonitor(config.monitor.every),
-        outlier_channels=casts.outlier_channels,
-    )
-
-
-@functools.singledispatch
-def make_recipe(
-    casts: LinearCasts, config: FP8Config, input: CastSpec, weight: CastSpec, grad_output: CastSpec, **others: Any
-) -> LinearRecipe:
-    """Return the recipe of a section's casts; extensions of the section register one for their class."""
-    return LinearRecipe(input, weight, grad_output, **others)

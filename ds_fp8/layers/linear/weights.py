@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ds_fp8.casts import QuantizedTensor, quantize, transpose
+from ds_fp8.casts import QuantizedTensor, transpose
 from ds_fp8.casts.outliers import extend_weight, residual_in, weight_residual
 from ds_fp8.casts.quantization import block_scales, widened
 from ds_fp8.config.formats import BLOCK, SCALE_TYPES, group_shape, is_of_blocks
@@ -53,22 +53,10 @@ def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
     return getattr(weight, GROUP, ()) or (weight,)
 
 
-def weight_operand(
-    weight: torch.Tensor, recipe: LinearRecipe, column_factor: torch.Tensor | None = None
-) -> QuantizedTensor:
-    """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision.
-
-    `column_factor`: FP32 [K], powers of two that the columns are multiplied by. Gathered codes are multiplied and cast
-    again; with power-of-two scales that loses no bits but of numbers that leave the format's range.
-    """
+def weight_operand(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
+    """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision."""
     gathered = getattr(weight, GATHERED, None)
-    if gathered is None:
-        return recipe.cast_weight(weight, column_factor)
-    if column_factor is None:
-        return gathered
-    spec = recipe.weight
-    # The monitor is not shown this cast: the gather showed it the one from the masters.
-    return quantize(gathered.dequantize(), spec.format, spec.granularity, spec.scale, column_factor=column_factor)
+    return recipe.cast_weight(weight) if gathered is None else gathered
 
 
 def can_stack(rows: Sequence[int], granularity: str) -> bool:
@@ -112,21 +100,10 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
     return replace(first, data=data, scale=scale, granularity="row")
 
 
-def fprop_weight(
-    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
-) -> QuantizedTensor:
-    """Return fprop's operand of the stacked rows of weights [N_i, K], with its outlier block where the recipe has one.
-
-    `column_factor`: FP32 [K], multiplied into the columns; only with a single weight.
-    """
-    whole = _operand(weights, recipe, column_factor)
+def fprop_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
+    """Return fprop's operand of the stacked rows of weights [N_i, K], with its outlier block if there is one."""
+    whole = stacked_operand(weights, recipe)
     return whole if recipe.outliers is None else _with_outliers(weights, whole, recipe.outliers.channels)
-
-
-def _operand(
-    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None
-) -> QuantizedTensor:
-    return stacked_operand(weights, recipe) if len(weights) > 1 else weight_operand(weights[0], recipe, column_factor)
 
 
 def _with_outliers(
@@ -170,16 +147,11 @@ def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Itera
         first = stop
 
 
-def dgrad_weight(
-    weights: Sequence[nn.Parameter], recipe: LinearRecipe, column_factor: torch.Tensor | None = None
-) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Return dgrad's operand [K, N] of the stacked rows of weights [N_i, K], and a factor [N] for dy before its cast.
-
-    `column_factor`: FP32 [K], multiplied into the columns; only with a single weight.
-    """
+def dgrad_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """Return dgrad's operand [K, N] of the stacked rows of weights [N_i, K], and a factor [N] for dy or None."""
     if recipe.casts_weight_twice:
-        return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights]), column_factor), None
-    return dgrad_operand(_operand(weights, recipe, column_factor), recipe.transposed)
+        return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights])), None
+    return dgrad_operand(stacked_operand(weights, recipe), recipe.transposed)
 
 
 def dgrad_operand(
@@ -197,11 +169,6 @@ def dgrad_operand(
     ones = torch.ones((), device=w.scale.device)
     codes = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
     return transposed(codes), w.scale.reshape(-1)
-
-
-def scale_columns(x: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-    """Multiply the columns of x [R, F] by factors [F] in place, and return x; do nothing without factors."""
-    return x if factors is None else x.mul_(factors)
 
 
 def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:

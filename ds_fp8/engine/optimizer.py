@@ -14,6 +14,7 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, refusal_in
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
+from ds_fp8.engine.plans import step_plan
 from ds_fp8.optim.adamw import AdamW
 
 _ADAM = ("adam", "adamw")
@@ -46,10 +47,17 @@ def uses_own_optimizer(configuration: Configuration, given: Any = None) -> bool:
     return configuration.optimizer_type in _ADAM and known and not _unlike_ours(params)
 
 
+def research_optimizer(name: str) -> type | None:
+    """Return the optimizer of ds_fp8.research that a "type" names, None if it is another's."""
+    if name.lower() in ("", *DEEPSPEED_OPTIMIZERS, *(own.lower() for own in vars(torch.optim))):
+        return None
+    registry.load()
+    return registry.OPTIMIZERS.get(name.lower())
+
+
 def needs_own_optimizer(fp8: FP8Config) -> bool:
     """Return whether only ds_fp8.optim.AdamW does what this section asks for."""
-    kept = fp8.optimizer
-    return fp8.enabled and (kept.precision().compressed or kept.master != "fp32" or kept.implementation == "ds_fp8")
+    return step_plan(fp8).own_optimizer
 
 
 def _is_adamw(optimizer: Any) -> bool:
@@ -76,9 +84,8 @@ def choose_optimizer(
     """
     if not uses_own_optimizer(configuration, given):
         name, params = configuration.optimizer_type, configuration.optimizer_params
-        if given is not None or name in ("", *DEEPSPEED_OPTIMIZERS) or not registry.OPTIMIZERS.knows(name):
-            return None
-        return lambda parameters: registry.OPTIMIZERS[name](parameters, **params)
+        kind = None if given is not None else research_optimizer(name)
+        return None if kind is None else lambda parameters: kind(parameters, **params)
     if given is None and parameters is None and not configuration.has_optimizer:
         return None
     if isinstance(given, AdamW):
@@ -134,7 +141,7 @@ def _state(configuration: Configuration, rank: Callable[[], int]) -> dict[str, A
     # Ranks with shards draw different numbers. In stage 0 each keeps all of the state: other numbers would let their
     # weights drift apart.
     seed = rank() if configuration.stage else 0
-    return {**asdict(configuration.fp8.optimizer.precision()), "seed": seed}
+    return {**asdict(step_plan(configuration.fp8).moments), "seed": seed}
 
 
 def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callable[[Iterable], AdamW]:

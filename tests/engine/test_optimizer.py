@@ -11,9 +11,9 @@ from torch import nn
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.optimizer import choose_optimizer, make_adamw, needs_own_optimizer, uses_own_optimizer
 from ds_fp8.engine.preflight import check
 from ds_fp8.optim import AdamW, StatePrecision
-from ds_fp8.optim.from_config import choose_optimizer, make_adamw, needs_own_optimizer, uses_own_optimizer
 from ds_fp8.train import load_stage
 from tests.train.tiny_stage import TINY
 

@@ -25,18 +25,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-TICK = 0.5
-"""Seconds between two messages of a guardian, and between two looks of the judge."""
+TICK = 0.5  # Seconds between two messages of a guardian, and between two looks of the judge
+# Seconds in which other ranks report what befell them too: the first to report is not always the cause
 MORE_FINDINGS = 2.0
-"""Seconds in which other ranks report what befell them too: the first to report is not always the cause."""
-OBEYS = 3.0
-"""Seconds in which a rank shows where it is, and ends itself, when told to; after them it is killed."""
+OBEYS = 3.0  # Seconds in which a rank shows where it is, and ends itself, when told to; after them it is killed
 FAREWELL = 8.0
-LEAVES = 120.0
-"""Seconds from a rank's word that it is done to the end of its process."""
+LEAVES = 120.0  # Seconds from a rank's word that it is done to the end of its process
 LIMIT = 1 << 20
+# Seconds in which who connects must show the token, and how many beside the ranks may be about to
 GREETS, STRANGERS = 5.0, 64
-"""Seconds in which who connects must show the token, and how many beside the ranks may be about to."""
 
 # Findings: what may end a job, worst first, with the exit code of all ranks.
 DIED, SILENT, ABSENT, STOPPED, HUNG = "died", "silent", "absent", "stopped", "hung"
@@ -111,10 +108,10 @@ class Judge:
     def __init__(self, about: dict[str, Any], selector: selectors.BaseSelector) -> None:
         self._about, self._selector = about, selector
         self._ranks: dict[int, Rank] = {}
+        # By rank: what befell it, and the details. In the order in which that became known.
         self._findings: dict[int, tuple[str, str]] = {}
-        """By rank: what befell it, and the details. In the order in which that became known."""
+        # Connections without a token yet, oldest first, and their deadlines
         self._strangers: dict[socket.socket, float] = {}
-        """Connections without a token yet, oldest first, and their deadlines."""
         self._started = self._looked = self._paused = time.monotonic()
         self._phase, self._until = "watch", 0.0
         self.done = False

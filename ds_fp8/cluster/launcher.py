@@ -18,17 +18,15 @@ from ds_fp8.cluster.hosts import free_port, read_hostfile
 from ds_fp8.config.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR, UserError
 
 TRAIN = "ds_fp8.commands.train"
+# Environment variable of a rank: the process that started it, whose end is a request to stop
 STARTED_BY = "DS_FP8_STARTED_BY"
-"""Environment variable of a rank: the process that started it, whose end is a request to stop."""
-_OTHERS_END = 40.0
-"""Seconds in which guardians end the other ranks after one has failed; what is left then is killed."""
-_CONNECT = 10
-"""Seconds in which a host must answer ssh."""
+_OTHERS_END = 40.0  # Seconds in which guardians end the other ranks after one has failed; what is left then is killed
+_CONNECT = 10  # Seconds in which a host must answer ssh
+# ssh ends by itself 20 s after a host falls silent; by default it waits for ever, and pdsh and deepspeed with it
 _DEAD_LINK = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
-"""ssh ends by itself 20 s after a host falls silent; by default it waits for ever, and pdsh and deepspeed with it."""
 _SSH = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}")
+# Seconds before a restart: guardians on a host that was cut off end their ranks after 30 s, ssh after 20
 _SETTLE = 15.0
-"""Seconds before a restart: guardians on a host that was cut off end their ranks after 30 s, ssh after 20."""
 _PORT = 29500
 
 

@@ -27,19 +27,15 @@ from ds_fp8.cluster.hosts import this_host
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat
 
-CLOCK_SECONDS = 5.0
-"""Clocks further apart than this are pointed out: times of files and logs would mislead."""
+CLOCK_SECONDS = 5.0  # Clocks further apart than this are pointed out: times of files and logs would mislead
+# A GPU with less than this share of the freest one's free memory is pointed out: something else runs there
 FREE_MEMORY = 0.9
-"""A GPU with less than this share of the freest one's free memory is pointed out: something else runs there."""
 MISSING = "missing"
-_SHARED_SECONDS = 5.0
-"""Seconds in which a file written on one host must be seen on another, as on NFS."""
+_SHARED_SECONDS = 5.0  # Seconds in which a file written on one host must be seen on another, as on NFS
 _ROWS = 30
 _PACKAGES = ("torch", "deepspeed", "transformers", "triton", "datasets", "safetensors")
-_ENDS = 1 << 16
-"""Bytes of a file's head and of its tail that are compared; data files are too large to be read whole."""
-_FILES = 1000
-"""Files of a folder that are compared; the rest are counted."""
+_ENDS = 1 << 16  # Bytes of a file's head and of its tail that are compared; data files are too large to be read whole
+_FILES = 1000  # Files of a folder that are compared; the rest are counted
 
 Facts = dict[str, str]
 
@@ -49,12 +45,9 @@ class Job:
     """Properties of the job that must be equal on all ranks, besides versions."""
 
     configuration: Mapping[str, Any]
-    file: Path
-    """File of the configuration."""
-    paths: Mapping[str, str]
-    """Local files or folders to read, by configuration key; a hub's names may be among them."""
-    run_dir: Path
-    """The folder that all hosts share."""
+    file: Path  # File of the configuration
+    paths: Mapping[str, str]  # Local files or folders to read, by configuration key; a hub's names may be among them
+    run_dir: Path  # The folder that all hosts share
 
 
 def check_ranks(store: Store, job: Job | None = None) -> str:

@@ -32,18 +32,14 @@ from ds_fp8.cluster.hosts import host_names, this_host
 from ds_fp8.config.errors import EXIT_LOST, UserError
 from ds_fp8.config.log import logger
 
-DEFAULT_TIMEOUT = 300.0
-"""Seconds without progress that end a job, until `set_timeout` is told train.timeout."""
+DEFAULT_TIMEOUT = 300.0  # Seconds without progress that end a job, until `set_timeout` is told train.timeout
+# Of the environment: seconds for which a rank may be stopped in a program of one's own; 0 for no guardians
 VARIABLE = "DS_FP8_TIMEOUT"
-"""Of the environment: seconds for which a rank may be stopped in a program of one's own; 0 for no guardians."""
-SLOW = 6
-"""Multiple of the timeout that slow phases get: preparing data and model, the first step, saving."""
+SLOW = 6  # Multiple of the timeout that slow phases get: preparing data and model, the first step, saving
+# Seconds without a word from a host after which it counts as lost: half the timeout within these limits
 MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
-"""Seconds without a word from a host after which it counts as lost: half the timeout within these limits."""
-_MEETING = 10.0
-"""Seconds that a program of one's own waits for all guardians to have met."""
-_VERDICT = 20.0
-"""Seconds in which the guardian answers a rank that failed."""
+_MEETING = 10.0  # Seconds that a program of one's own waits for all guardians to have met
+_VERDICT = 20.0  # Seconds in which the guardian answers a rank that failed
 _FRAMES = 8
 
 _watchdog: _Watchdog | None = None

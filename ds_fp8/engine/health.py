@@ -38,12 +38,9 @@ class HealthReport:
     """Result of one measured step, the same on all ranks."""
 
     measurement: Measurement
-    degraded: list[Degradation]
-    """Thresholds crossed with this measurement."""
-    moved: list[str]
-    """Layers that go on in BF16 because of it."""
-    routing: RoutingMeasurement | None = None
-    """Router statistics of a model with experts."""
+    degraded: list[Degradation]  # Thresholds crossed with this measurement
+    moved: list[str]  # Layers that go on in BF16 because of it
+    routing: RoutingMeasurement | None = None  # Router statistics of a model with experts
 
 
 def check_labels(group: object = None) -> None:
@@ -67,8 +64,7 @@ class Health:
         self.warn: Callable[[str], None] = logger.warning
         self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: Reduction | None = None
-        self.on_move: Callable[[], None] = lambda: None
-        """Called when a layer has moved to BF16."""
+        self.on_move: Callable[[], None] = lambda: None  # Called when a layer has moved to BF16
         self._model, self._monitor, self._config = engine.module, monitor, config
         self._device = engine.device
         self._thresholds = Thresholds(config.monitor)

@@ -35,10 +35,10 @@ from ds_fp8.zero.deepspeed.parameters import full_shape, is_partitioned, untrain
 from ds_fp8.zero.hosts import why_flat
 
 MEASURED = "one H200, 2026-11-22"
+# Hidden size -> the fewest tokens of a micro-batch, of those measured, with which a fused decoder layer of infir2 took
+# less time than transformers' in BF16, both launched by Python (docs/performance.md, "Where FP8 pays"). As CUDA graphs
+# FP8 layers were faster at every size.
 BREAK_EVEN = {512: 16384, 1024: 16384, 2048: 8192, 4096: 2048}
-"""Hidden size -> the fewest tokens of a micro-batch, of those measured, with which a fused decoder layer of infir2 took
-less time than transformers' in BF16, both launched by Python (docs/performance.md, "Where FP8 pays"). As CUDA graphs
-FP8 layers were faster at every size."""
 
 
 def why_slow(linears: list[FP8Linear], tokens: int | None) -> str | None:
@@ -66,11 +66,9 @@ def why_slow(linears: list[FP8Linear], tokens: int | None) -> str | None:
     )
 
 
-EXPERTS = "experts"
-"""Beginning of the reasons of experts that stay in BF16."""
+EXPERTS = "experts"  # Beginning of the reasons of experts that stay in BF16
 NOT_GATHERED = "which only ZeRO-3 gathers in FP8, and not those below its persistence threshold"
-LITTLE = 1 / 3
-"""Share of the parameters in FP8 below which the start report warns."""
+LITTLE = 1 / 3  # Share of the parameters in FP8 below which the start report warns
 
 
 def coverage(
@@ -337,14 +335,14 @@ def _name_of_optimizer(engine: deepspeed.DeepSpeedEngine) -> str:
 
 # ---------------------------------------------------------------- as it is printed
 
+# Keys of the report that count fused parts -> what these are
 FUSED = {
     "fused_layers": "decoder layers",
     "fused_attention_halves": "attention halves of layers with experts",
     "fused_mlps": "MLPs",
 }
-"""Keys of the report that count fused parts -> what these are."""
+# Words of the description of a loss whose forward another package, such as TRL, has put on the model
 OTHERS_FORWARD = "replaced on the instance"
-"""Words of the description of a loss whose forward another package, such as TRL, has put on the model."""
 NO_OPTIMIZER = "none"
 Rows = Iterator[tuple[str, str]]
 

@@ -19,17 +19,14 @@ from ds_fp8.layers.attention.sequence_parallel import exchange_of, find_document
 from ds_fp8.zero.deepspeed import ulysses
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
-KEY = "sequence_parallel_size"
-"""DeepSpeed's key: the number of ranks that share a sequence."""
-PACKED = "packed"
-"""The attention implementation that takes where documents end."""
-WITHOUT_POSITIONS = ("sdpa", PACKED)
-"""Those that know of documents and windows by the mask alone."""
+KEY = "sequence_parallel_size"  # DeepSpeed's key: the number of ranks that share a sequence
+PACKED = "packed"  # The attention implementation that takes where documents end
+WITHOUT_POSITIONS = ("sdpa", PACKED)  # Those that know of documents and windows by the mask alone
+# Types of layers in configurations of transformers in which nothing but exchanged attention reads other tokens
 MIXES_BY_ATTENTION = {"full_attention", "sliding_attention", "attention", "moe", "mlp", "dense", "sparse"}
-"""Types of layers in configurations of transformers in which nothing but exchanged attention reads other tokens."""
 
+# Types of rotary embeddings whose frequencies follow from the largest position of a call
 BY_LENGTH = ("dynamic", "longrope")
-"""Types of rotary embeddings whose frequencies follow from the largest position of a call."""
 
 
 def sequence_parallel_size(raw: Mapping[str, Any]) -> int:

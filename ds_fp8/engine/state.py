@@ -25,8 +25,7 @@ from ds_fp8.zero.lifecycle import Lifecycle
 from ds_fp8.zero.reduce import Reduction
 from ds_fp8.zero.step import Step
 
-CHECKPOINT_KEY = "ds_fp8"
-"""Key of the state in the client state of DeepSpeed's checkpoints."""
+CHECKPOINT_KEY = "ds_fp8"  # Key of the state in the client state of DeepSpeed's checkpoints
 
 
 class FP8State:
@@ -34,35 +33,28 @@ class FP8State:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, config: FP8Config, monitor: CastMonitor):
         self.config, self.monitor = config, monitor
+        # None without an "fp8" section, and below ZeRO stage 3: nothing is measured there
         self.wire: WireMeter | None = None
-        """None without an "fp8" section, and below ZeRO stage 3: nothing is measured there."""
+        # Handlers in place of DeepSpeed's methods; None where nothing is replaced
         self.lifecycle: Lifecycle | None = None
-        """Handlers in place of DeepSpeed's methods; None where nothing is replaced."""
         self.conversion: Conversion | None = None
         self.loss: LossFusion | None = None
         self.health: Health | None = None
         self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: Reduction | None = None
-        self.hosts: Hosts | None = None
-        """Ranks by host; known with FP8 enabled."""
+        self.hosts: Hosts | None = None  # Ranks by host; known with FP8 enabled
         self.nodes: Nodes | None = None
-        self.optimizer: AdamW | None = None
-        """The optimizer inside DeepSpeed's, where it is this package's."""
-        self.step: Step | None = None
-        """The step in place of ZeRO-3's; None where DeepSpeed's stays."""
-        self.why_no_step: str | None = None
-        """Reason for which DeepSpeed's step stays."""
-        self.graphs: MicroStepGraphs | None = None
-        """CUDA graphs of forward and backward, where they can be captured."""
-        self.why_no_graphs: str | None = None
-        """Reason for which there are no graphs."""
+        self.optimizer: AdamW | None = None  # The optimizer inside DeepSpeed's, where it is this package's
+        self.step: Step | None = None  # The step in place of ZeRO-3's; None where DeepSpeed's stays
+        self.why_no_step: str | None = None  # Reason for which DeepSpeed's step stays
+        self.graphs: MicroStepGraphs | None = None  # CUDA graphs of forward and backward, where they can be captured
+        self.why_no_graphs: str | None = None  # Reason for which there are no graphs
+        # Reason for a preset that the configuration leaves open; None where it names one
         self.preset_reason: str | None = None
-        """Reason for a preset that the configuration leaves open; None where it names one."""
-        self.report: dict[str, Any] = {}
-        """The start report, ready for JSON."""
+        self.report: dict[str, Any] = {}  # The start report, ready for JSON
         self._engine = engine
+        # Micro-batches of the runs that the loaded checkpoint continues: DeepSpeed counts from 0 again
         self._micro_batches_before = 0
-        """Micro-batches of the runs that the loaded checkpoint continues: DeepSpeed counts from 0 again."""
 
     def saturation(self) -> dict[str, float] | None:
         """Return the shares {"saturated", "underflow"} of the casts of the last measured step; None before one."""

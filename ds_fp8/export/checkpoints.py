@@ -25,11 +25,9 @@ from ds_fp8.layers.published import stored_buffers
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 
-_DEFAULT_THRESHOLD = 100_000
-"""Default of stage3_param_persistence_threshold in DeepSpeed."""
+_DEFAULT_THRESHOLD = 100_000  # Default of stage3_param_persistence_threshold in DeepSpeed
 
-MAPPED_BYTES = 256 << 20
-"""Master weights that are read before the checkpoint's files are unmapped."""
+MAPPED_BYTES = 256 << 20  # Master weights that are read before the checkpoint's files are unmapped
 
 
 def export_checkpoint(

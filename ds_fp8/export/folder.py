@@ -231,8 +231,7 @@ def model_card(plan: Plan, config: PretrainedConfig, source: str) -> str:
     )
 
 
-_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
-"""What other settings depend on."""
+_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # What other settings depend on
 
 
 def make_savable(generation: GenerationConfig) -> str | None:

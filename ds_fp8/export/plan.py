@@ -30,14 +30,13 @@ from ds_fp8.layers.experts.selection import cast_of_experts, expert_weights, nam
 from ds_fp8.layers.published import IN_3D, IN_PARTS, Published, published, why_not_in_fp8
 from ds_fp8.layers.selection import first_matches, linear_layers
 
+# Layers that servers stack into one matrix, which is FP8 as a whole or not at all
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that servers stack into one matrix, which is FP8 as a whole or not at all."""
 LAYOUTS = ("bf16", "fp8", "compressed-tensors")
+# Layout -> what follows a weight's name in the name of its scales
 SCALE_SUFFIX = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
-"""Layout -> what follows a weight's name in the name of its scales."""
 
-SCALED = "munit_"
-"""Beginning of the types of models that ds_fp8.research scales."""
+SCALED = "munit_"  # Beginning of the types of models that ds_fp8.research scales
 
 _STRATEGIES = {
     "128x128": {
@@ -49,8 +48,7 @@ _STRATEGIES = {
 }
 
 
-Numbers = dict[str, torch.Tensor | QuantizedTensor]
-"""Tensors and FP8 weights by name."""
+Numbers = dict[str, torch.Tensor | QuantizedTensor]  # Tensors and FP8 weights by name
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,8 @@ class Plan:
     layout: str
     cast: WeightCast
     entries: list[Entry]
+    # Linear layers in BF16, tied ones among them, experts and routers, with the reason
     left: dict[str, str] = field(default_factory=dict)
-    """Linear layers in BF16, tied ones among them, experts and routers, with the reason."""
     origin: str = "The codes are those that training computed with, cast from its FP32 master weights"
 
     @property
@@ -319,5 +317,4 @@ def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> d
 
 
 def _all_of_experts(name: str) -> str:
-    """Return a pattern for the matrices of a module of experts: readers of compressed-tensors ask for one by one."""
     return rf"re:{re.escape(name)}\..*" if name.rpartition(".")[2] == "experts" else name

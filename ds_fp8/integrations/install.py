@@ -22,11 +22,10 @@ from ds_fp8.engine.initialize import initialize
 from ds_fp8.layers.attention import documents
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
+# Environment variable with the section of configurations that have none: a preset's name, or a JSON object
 VARIABLE = "DS_FP8"
-"""Environment variable with the section of configurations that have none: a preset's name, or a JSON object."""
 
-_replaced: list[tuple[Any, str, Callable]] = []
-"""Replaced functions: (owner, name, original)."""
+_replaced: list[tuple[Any, str, Callable]] = []  # Replaced functions: (owner, name, original)
 _default: dict[str, Any] | None = None
 _without: Literal["accept", "say", "refuse"] = "accept"
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 Named = list[tuple[str, torch.Tensor]]
 CHUNK_BYTES = 256 << 20
 VERSIONS = "vLLM 0.22 or later has these calls; 0.24.0 was tried"
-ABANDONING = 30
-"""Seconds that a server has for an answer after an update has failed."""
+ABANDONING = 30  # Seconds that a server has for an answer after an update has failed
 
 __all__ = ["CHUNK_BYTES", "Sent", "sync_weights", "transfer_config"]
 
@@ -47,8 +46,7 @@ class Sent:
     bytes: int
     seconds: float
     chunks: int
-    layout: str
-    """ "fp8" or "compressed-tensors"; "bf16" where servers have no layout for the weights of training."""
+    layout: str  # "fp8" or "compressed-tensors"; "bf16" where servers have no layout for the weights of training
 
 
 def sync_weights(
@@ -264,8 +262,7 @@ class Link:
     As it is: a rank that takes part in the gathers while rank 0 speaks with the server.
     """
 
-    by_handle = True
-    """Whether the model lies in another process, which opens a buffer of this one."""
+    by_handle = True  # Whether the model lies in another process, which opens a buffer of this one
 
     def _nothing(self, *_: Any) -> None:
         pass

@@ -7,10 +7,8 @@ from typing import NoReturn
 
 from torch import nn
 
-Tensor = tuple[str, tuple[int, ...]]
-"""Type, such as "bfloat16", and shape."""
-STACKED_EXPERTS = "w13_weight"
-"""Attribute of modules with experts."""
+Tensor = tuple[str, tuple[int, ...]]  # Type, such as "bfloat16", and shape
+STACKED_EXPERTS = "w13_weight"  # Attribute of modules with experts
 
 
 def refuse(problem: str, remedy: str) -> NoReturn:

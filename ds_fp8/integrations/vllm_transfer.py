@@ -23,15 +23,11 @@ Named = list[tuple[str, torch.Tensor]]
 class Announced(WeightTransferInitInfo):
     """All tensors of an update, before the first of them is sent."""
 
-    tensors: list[tuple[str, str, list[int]]] = field(default_factory=list)
-    """(name, type, shape) of each."""
-    granularity: str = "128x128"
-    """Empty: nothing is sent in FP8."""
+    tensors: list[tuple[str, str, list[int]]] = field(default_factory=list)  # (name, type, shape) of each
+    granularity: str = "128x128"  # Empty: nothing is sent in FP8
     scale: str = "pow2"
-    gpus: list[str] = field(default_factory=list)
-    """Of the trainer, where a worker has to open buffers on them."""
-    outcome: bool = False
-    """Only say what failed in the update that has just ended."""
+    gpus: list[str] = field(default_factory=list)  # Of the trainer, where a worker has to open buffers on them
+    outcome: bool = False  # Only say what failed in the update that has just ended
 
 
 @dataclass
@@ -39,14 +35,11 @@ class Chunk(WeightTransferUpdateInfo):
     """Some tensors of an update: themselves within one process, else in one buffer that other processes open."""
 
     weights: Named | None = None
+    # (name, type, shape, first byte) of each tensor in the buffer
     parts: list[tuple[str, str, list[int], int]] = field(default_factory=list)
-    """(name, type, shape, first byte) of each tensor in the buffer."""
-    size: int = 0
-    """Bytes of the buffer."""
-    handles: dict[str, list[Any]] = field(default_factory=dict)
-    """GPU -> CUDA's handle of the buffer there."""
-    abandon: bool = False
-    """No more will come: put back what the model computed with."""
+    size: int = 0  # Bytes of the buffer
+    handles: dict[str, list[Any]] = field(default_factory=dict)  # GPU -> CUDA's handle of the buffer there
+    abandon: bool = False  # No more will come: put back what the model computed with
 
 
 class WeightTransfer(WeightTransferEngine[Announced, Chunk]):
@@ -55,8 +48,7 @@ class WeightTransfer(WeightTransferEngine[Announced, Chunk]):
     init_info_cls = Announced
     update_info_cls = Chunk
 
-    failure: str | None = None
-    """What failed in this worker since the update began."""
+    failure: str | None = None  # What failed in this worker since the update began
 
     def init_transfer_engine(self, init_info: Announced) -> None:
         """Compare what will be sent with the model. vLLM itself takes missing and unknown names without a word."""

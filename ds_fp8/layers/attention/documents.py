@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+# Tokens from which on a document of a packed row is in FP8, and with "auto" a row. On an H200 attention in FP8 takes
+# 0.87 of BF16's time at 16384 tokens, with 28 heads and with 12, and 1.1 and 2.5 at 8192 (docs/log/attention.md).
 LONG = 16384
-"""Tokens from which on a document of a packed row is in FP8, and with "auto" a row. On an H200 attention in FP8 takes
-0.87 of BF16's time at 16384 tokens, with 28 heads and with 12, and 1.1 and 2.5 at 8192 (docs/log/attention.md)."""
 
 _NOTE = "ds_fp8_documents"
 _RUN = "ds_fp8_first_of_run"
@@ -44,10 +44,8 @@ _fixed: int | None = None
 class QKV(NamedTuple):
     """Operands of attention, whose output is [B, S, heads, D]."""
 
-    q: torch.Tensor
-    """[B, heads, S, D]."""
-    k: torch.Tensor
-    """[B, kv_heads, S, D], as v."""
+    q: torch.Tensor  # [B, heads, S, D]
+    k: torch.Tensor  # [B, kv_heads, S, D], as v
     v: torch.Tensor
 
 
@@ -174,12 +172,11 @@ def longest(places: list[int]) -> int:
 
 
 class Call(NamedTuple):
-    start: int
-    """First token, counted through all rows."""
+    start: int  # First token, counted through all rows
     stop: int
     in_fp8: bool
+    # int32: where its documents end, counted from its first token; None of one in FP8, which is one document
     ends: torch.Tensor | None
-    """int32: where its documents end, counted from its first token; None of one in FP8, which is one document."""
 
 
 def calls(ends: torch.Tensor, length: int) -> list[Call]:

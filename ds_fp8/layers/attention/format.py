@@ -36,8 +36,8 @@ from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
 from ds_fp8.layers.attention.shared import shared_documents_attention, shared_fp8_attention
 
+# Layers with a window, in those configurations of transformers that have a list of types of layers
 SLIDING = "sliding_attention"
-"""Layers with a window, in those configurations of transformers that have a list of types of layers."""
 
 
 def window_of(module: nn.Module) -> int | None:
@@ -56,14 +56,12 @@ def window_of(module: nn.Module) -> int | None:
 
 
 PREFIX = "fp8_"
-KNOWN = ("sdpa", "packed")
-"""Attention implementations whose masks tell causal attention from other."""
+KNOWN = ("sdpa", "packed")  # Attention implementations whose masks tell causal attention from other
 
 BF16 = '"attention": {"format": "bf16"}'
-_ONLY_LONG = "fp8_attention_only_of_long_rows"
-"""Attribute of an attention module: AttentionFormat.only_long."""
+_ONLY_LONG = "fp8_attention_only_of_long_rows"  # Attribute of an attention module: AttentionFormat.only_long
+# Arguments of attention functions that the kernels do not know
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments of attention functions that the kernels do not know."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,9 @@ class AttentionFormat:
 
     layers: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    emulated: bool = False
-    """True if plain torch computes what the kernels would."""
-    packed: bool = False
-    """True if rows may hold several documents."""
-    only_long: bool = False
-    """True if rows of fewer than documents.LONG tokens stay in BF16."""
+    emulated: bool = False  # True if plain torch computes what the kernels would
+    packed: bool = False  # True if rows may hold several documents
+    only_long: bool = False  # True if rows of fewer than documents.LONG tokens stay in BF16
 
 
 def use_fp8_attention(model: nn.Module, only_long: bool = False) -> AttentionFormat:

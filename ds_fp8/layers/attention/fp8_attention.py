@@ -55,10 +55,8 @@ from ds_fp8.layers.attention import cudnn
 from ds_fp8.layers.attention.cudnn import BACKWARD, FORWARD, P_SCALE, GradientScales, Saved
 from ds_fp8.layers.attention.hadamard import ROTATION_BLOCKS, Rotation, rotate, unrotate
 
-SEED = 0
-"""Of the signs: the same in every layer, for every step and rank."""
-PIECE = 16384
-"""Tokens that are summed at a time: at 1024 features their copy takes 134 MB."""
+SEED = 0  # Of the signs: the same in every layer, for every step and rank
+PIECE = 16384  # Tokens that are summed at a time: at 1024 features their copy takes 134 MB
 
 
 def sum_over_tokens(x: torch.Tensor) -> torch.Tensor:
@@ -121,10 +119,9 @@ def _rotation(features: int) -> Rotation | None:
     return Rotation(features, SEED) if features in ROTATION_BLOCKS else None
 
 
-Implementation = Any
-"""cudnn, or a `Reference` in its place: forward and backward."""
+Implementation = Any  # cudnn, or a `Reference` in its place: forward and backward
+# Bounds of gradients are no smaller, so that ratios of their scales, and 1 / scale, stay within FP32
 SMALLEST_BOUND = 2.0**-60
-"""Bounds of gradients are no smaller, so that ratios of their scales, and 1 / scale, stay within FP32."""
 
 
 class _Attention(torch.autograd.Function):
@@ -168,8 +165,8 @@ def attend(
 
 
 KEPT = 9
+# An operator of torch's, so that recomputed layers can keep what it returns (kept.py)
 FORWARD_OPERATOR = "ds_fp8::attention_forward"
-"""An operator of torch's, so that recomputed layers can keep what it returns (kept.py)."""
 _LIBRARY = torch.library.Library(FORWARD_OPERATOR.split("::")[0], "DEF")
 _LIBRARY.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor q_scale, Tensor k_scale, Tensor v_scale, float scaling, "
@@ -296,7 +293,6 @@ def decode_exactly(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype)
 
 
 def _heads(x: QuantizedTensor, groups: int = 1) -> torch.Tensor:
-    """Return x [B, S, heads, D] decoded to FP32 [B, heads · groups, S, D], every head `groups` times."""
     return x.dequantize().transpose(1, 2).repeat_interleave(groups, dim=1)
 
 

@@ -20,18 +20,15 @@ from torch.nn import functional as F
 from ds_fp8.casts.primitives import random_key, uniform
 from ds_fp8.config.formats import BLOCK
 
-ROTATION_BLOCKS = (16, 32, 64, 128)
-"""Sizes of the transforms."""
+ROTATION_BLOCKS = (16, 32, 64, 128)  # Sizes of the transforms
 
 
 @dataclass(frozen=True)
 class Rotation:
-    block: int = BLOCK
-    """Neighbours that are transformed together, one of ROTATION_BLOCKS."""
+    block: int = BLOCK  # Neighbours that are transformed together, one of ROTATION_BLOCKS
+    # Seed of the signs that the elements of every block are multiplied by before it; None: no signs
     seed: int | None = None
-    """Seed of the signs that the elements of every block are multiplied by before it; None: no signs."""
-    axis: int = 1
-    """Dimension of the matrix along which blocks lie: 1 its columns, 0 its rows."""
+    axis: int = 1  # Dimension of the matrix along which blocks lie: 1 its columns, 0 its rows
 
     def __str__(self) -> str:
         return f"rotated by {self.block}" + ("" if self.seed is None else f" with the signs of seed {self.seed}")

@@ -18,9 +18,9 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
 from ds_fp8.layers.attention.fp8_attention import FORWARD_OPERATOR
 
-FUNCTION = "_gradient_checkpointing_func"
-"""Attribute in which transformers keeps the function that recomputes a layer."""
+FUNCTION = "_gradient_checkpointing_func"  # Attribute in which transformers keeps the function that recomputes a layer
 KEY = "fp8.activations.keep_attention"
+# Forward kernels of attention; of those that this torch lacks there is nothing to keep
 OPERATORS = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention",
@@ -29,7 +29,6 @@ OPERATORS = (
     "torch_attn::_varlen_attn",
     FORWARD_OPERATOR,
 )
-"""Forward kernels of attention; of those that this torch lacks there is nothing to keep."""
 
 
 def keep_attention(model: nn.Module) -> None:

@@ -33,8 +33,8 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.shared import count_sent
 
+# An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)
 Attention = Callable[..., tuple[torch.Tensor, Any]]
-"""An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights)."""
 
 
 def exchange_of(attention: Attention) -> UlyssesSPAttentionHF | None:

@@ -67,7 +67,6 @@ def bytes_sent() -> int:
 
 
 def _share(nbytes: int, ranks: int) -> int:
-    """Return what goes to other ranks of a tensor of so many bytes, of which each has an equal part."""
     return nbytes * (ranks - 1) // ranks
 
 
@@ -144,8 +143,7 @@ class Piece(NamedTuple):
 
     call: int
     rows: slice
-    start: int
-    """First token in the rank's slice of the rows."""
+    start: int  # First token in the rank's slice of the rows
     stop: int
 
     @property

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.config.schema import shown
 from ds_fp8.layers.attention.format import PREFIX, is_attention, restore_attention, window_of
-from ds_fp8.layers.attention.sequence_parallel import exchange_of, find_documents
+from ds_fp8.layers.attention.sequence_parallel import exchange_of, separate_documents
 from ds_fp8.zero.deepspeed import ulysses
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
@@ -133,7 +133,7 @@ def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, m
         check_rotation(model.config, ulysses.ranks_of(exchange))
     if name in WITHOUT_POSITIONS and exchange is not None:
         _check_windows(model, name)
-        find_documents(name, takes_ends=name == PACKED)
+        separate_documents(name, takes_ends=name == PACKED)
     return mpu
 
 

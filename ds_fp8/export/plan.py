@@ -185,9 +185,8 @@ def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, l
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise UserError(f"no layer of this model can be stored in FP8 ({why})", remedy="--format bf16")
     planned = [Entry(form, not in_fp8.isdisjoint(form.shapes)) for form in forms]
-    return Plan(
-        layout, cast, planned, _by_both_names(model, reasons | _neighbours_of_experts(model, planned, left), planned)
-    )
+    reasons |= _neighbours_of_experts(model, planned, left)
+    return Plan(layout, cast, planned, _by_both_names(model, reasons, planned))
 
 
 def plan_to_serve(model: nn.Module, left: Mapping[str, str], linear: LinearConfig) -> Plan:

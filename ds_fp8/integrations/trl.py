@@ -1,4 +1,4 @@
-"""Rollouts of TRL with the codes that training multiplies by, where TRL gathers weights one by one in BF16."""
+"""Rollouts of TRL with the quantized weights of training; TRL itself gathers weights in BF16."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _originals: dict[str, Callable] = {}
 
 
 def install() -> None:
-    """Let TRL's trainers hand their vLLM FP8 codes wherever the DeepSpeed configuration has an "fp8" section.
+    """Send FP8 weights from TRL's trainers to their vLLM if the DeepSpeed configuration has an "fp8" section.
 
-    Call it before the trainer is made, beside `ds_fp8.install()`. Colocated vLLMs are started for the training's codes.
-    A server of its own (vllm_mode="server") is to be started on a folder in the same layout, by `ds-fp8 export`.
-    Trainers without the section, and adapters, which TRL merges and sends in BF16, are left as they are.
+    Call it before the trainer is made, next to `ds_fp8.install()`. Colocated vLLMs start with the layout of the
+    training. A server of its own (vllm_mode="server") must be started on a folder of the same layout, by `ds-fp8
+    export`. Trainers without the section, and with adapters, which TRL merges and sends in BF16, are unchanged.
     """
     try:
         from trl.generation.vllm_generation import VLLMGeneration
@@ -52,29 +52,29 @@ def uninstall() -> None:
 
 
 def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
-    """Return the arguments of a vLLM that takes the weights of this model, trained with this section.
+    """Return the arguments of a vLLM for the weights of this model, trained with this section.
 
-    It starts on the model's own folder without reading its weights: `sync_weights` brings them.
+    vLLM starts on the model's own folder without reading its weights: `sync_weights` sends them.
     """
-    # As `served_plan`, before there is an engine.
+    # As in `served_plan`, before there is an engine.
     left = unconverted(model, fp8.linear) | experts_left(model, fp8)
     plan = plan_to_serve(model, left, fp8.linear)
     in_bf16 = "leave ds_fp8.integrations.trl.install() out, and TRL sends weights in BF16"
     if plan.quantized and plan.cast.granularity == "tensor":
         raise UserError(
-            "vLLM casts weights with scales by tensor again",
+            "vLLM quantizes weights with scales by tensor again",
             key="fp8.linear.weight.granularity",
             remedy=f'train with "128x128" or "row"; or {in_bf16}',
         )
     result: dict[str, Any] = {
         "load_format": "dummy",
         "weight_transfer_config": transfer_config(),
-        "dtype": "bfloat16",  # of what is not FP8, whatever type the folder names
+        "dtype": "bfloat16",  # of tensors not in FP8
     }
     if plan.layout != "bf16":
         result["hf_overrides"] = {"quantization_config": quantization_config(plan.layout, plan.cast, plan.left)}
     if plan.cast.scale != "pow2":
-        # DeepGEMM would cast FP32 scales again to powers of two.
+        # DeepGEMM would quantize again, with powers of two.
         os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
     return result
 
@@ -106,7 +106,7 @@ def _init(original: Callable) -> Callable:
         from trl.generation import vllm_generation
 
         fp8 = _section(self)
-        # Without vLLM TRL says so itself.
+        # Without vLLM TRL raises its own error.
         if fp8 is None or self.mode != "colocate" or find_spec("vllm") is None:
             original(self)
             return
@@ -136,7 +136,7 @@ def _sync(original: Callable) -> Callable:
 
 
 def _tensors(original: Callable) -> Callable:
-    """Let a server on other GPUs receive the same tensors by TRL's own broadcast."""
+    """Send the same tensors to a server on other GPUs by TRL's broadcast."""
 
     def tensors(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
         engine = _engine(self)

@@ -309,7 +309,7 @@ def chunks_of_an_engine() -> None:
     for chunk, failure in vllm._chunks(engine, plan, 100_000):
         assert failure is None
         assert len(chunk) == 1 or sum(vllm.padded(tensor) for _, tensor in chunk) <= 100_000
-        filled = buffer.filled(chunk, vllm._room(plan, 100_000))
+        filled = buffer.filled(chunk, vllm._buffer_bytes(plan, 100_000))
         assert filled["handles"] == {"GPU": [buffer.memory.numel()]}
         for (name, _), (own, dtype, shape, start) in zip(chunk, filled["parts"], strict=True):
             tensor = expected.pop(name)

@@ -150,6 +150,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     sharded = [m.weight for m in linears if is_partitioned(m.weight)]
     gathered = [weight for weight in sharded if group is not None and group.in_fp8(weight)]
     gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered["fp8_gathered_experts"]
+    basic = getattr(engine, "basic_optimizer", None)
+    optimizer = NO_OPTIMIZER if basic is None else type(basic).__name__
     graphs = f"after {EAGER_STEPS} micro-steps of a shape, compared with Python now and then"
     report |= {
         "preset": fp8.preset_name,
@@ -185,7 +187,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "hosts": state.hosts.count,
         "ranks_of_hosts": str(state.hosts),
         "grad_hierarchy": _hierarchy(state),
-        "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
+        "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else optimizer,
         "optimizer_step": "ds_fp8" if state.step else f"DeepSpeed's: {state.why_no_step}",
         "graphs": f"off: {state.why_no_graphs}" if state.why_no_graphs else graphs,
         "optimizer_state": fp8.optimizer.model_dump(),
@@ -321,11 +323,6 @@ def _overrides(state: FP8State) -> list[dict[str, Any]]:
         }
         for pattern, override in state.conversion.overrides.items()
     ]
-
-
-def _name_of_optimizer(engine: deepspeed.DeepSpeedEngine) -> str:
-    optimizer = getattr(engine, "basic_optimizer", None)
-    return NO_OPTIMIZER if optimizer is None else type(optimizer).__name__
 
 
 # ---------------------------------------------------------------- the panel

@@ -96,9 +96,8 @@ def check_rotation(config: PretrainedConfig, size: int) -> None:
         remedy = '"rope_type": "yarn", "linear" or "llama3" in the configuration of the model'
         if kind == "longrope":
             remedy = 'equal "short_factor" and "long_factor", those of the rows\' length, in the model\'s configuration'
-        _refuse(
-            f'rotary embeddings of type "{kind}" have frequencies by the length of rows; a rank has a slice', remedy
-        )
+        problem = f'rotary embeddings of type "{kind}" have frequencies that depend on the length of rows'
+        _refuse(f"{problem}, and a rank has a slice of them", remedy)
 
 
 def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, mesh_param: Any) -> Any:

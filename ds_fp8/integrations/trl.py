@@ -38,9 +38,10 @@ def install() -> None:
 
     if _originals:
         return
-    for name, wrap in {"_init_vllm": _init, "sync_weights": _sync, "_iter_named_params": _tensors}.items():
+    replacements = {"_init_vllm": _init_vllm, "sync_weights": _sync_weights, "_iter_named_params": _iter_named_params}
+    for name, replacement in replacements.items():
         _originals[name] = original = getattr(VLLMGeneration, name)
-        setattr(VLLMGeneration, name, functools.wraps(original)(wrap(original)))
+        setattr(VLLMGeneration, name, functools.wraps(original)(replacement))
 
 
 def uninstall() -> None:
@@ -101,47 +102,36 @@ def _engine(generation: Any) -> Any:
     return wrapped.engine
 
 
-def _init(original: Callable) -> Callable:
-    def init_vllm(self: Any) -> None:
-        from trl.generation import vllm_generation
-
-        fp8 = _section(self)
-        # Without vLLM TRL raises its own error.
-        if fp8 is None or self.mode != "colocate" or find_spec("vllm") is None:
-            original(self)
-            return
-        llm = vllm_generation.LLM
-        vllm_generation.LLM = functools.partial(llm, **vllm_arguments(self.model, fp8))
-        try:
-            original(self)
-        finally:
-            vllm_generation.LLM = llm
-
-    return init_vllm
+# Methods of TRL's VLLMGeneration that `install` replaces.
 
 
-def _sync(original: Callable) -> Callable:
-    def sync(self: Any) -> None:
-        engine = _engine(self)
-        if engine is None or self.mode != "colocate":
-            original(self)
-            return
-        if self.enable_sleep_mode:
-            torch.cuda.empty_cache()
-            self.llm.wake_up(tags=["weights"])
-            self._llm_weights_sleeping = False
-        sync_weights(engine, self.llm)
+def _init_vllm(self: Any) -> None:
+    from trl.generation import vllm_generation
 
-    return sync
+    fp8 = _section(self)
+    # Without vLLM TRL raises its own error.
+    if fp8 is None or self.mode != "colocate" or find_spec("vllm") is None:
+        return _originals["_init_vllm"](self)
+    llm = vllm_generation.LLM
+    vllm_generation.LLM = functools.partial(llm, **vllm_arguments(self.model, fp8))
+    try:
+        _originals["_init_vllm"](self)
+    finally:
+        vllm_generation.LLM = llm
 
 
-def _tensors(original: Callable) -> Callable:
-    """Send the same tensors to a server on other GPUs by TRL's broadcast."""
+def _sync_weights(self: Any) -> None:
+    engine = _engine(self)
+    if engine is None or self.mode != "colocate":
+        return _originals["sync_weights"](self)
+    if self.enable_sleep_mode:
+        torch.cuda.empty_cache()
+        self.llm.wake_up(tags=["weights"])
+        self._llm_weights_sleeping = False
+    sync_weights(engine, self.llm)
 
-    def tensors(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        engine = _engine(self)
-        if engine is None:
-            return original(self)
-        return served_tensors(engine, served_plan(engine))
 
-    return tensors
+def _iter_named_params(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors of a folder, for TRL's broadcast to a server on other GPUs."""
+    engine = _engine(self)
+    return _originals["_iter_named_params"](self) if engine is None else served_tensors(engine, served_plan(engine))

@@ -119,7 +119,7 @@ def test_training_follows_one_rank_a_sequence(ranks, new_ranks):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
 def test_report_and_meter_know_of_the_exchange(new_ranks):
     told, sent = new_ranks(RANKS, report_and_meter, SECTION)[0]
-    assert told.startswith("FP8 codes")
+    assert told.startswith("FP8 data")
     told_of_bf16, sent_in_bf16 = new_ranks(RANKS, report_and_meter, {**SECTION, "attention": {"format": "bf16"}})[0]
     assert told_of_bf16 == "bf16"
     # Two layers, forward and backward, half of it to the other rank: q and the output of 4 heads, k and v of 2.

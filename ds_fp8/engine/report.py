@@ -150,6 +150,8 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     sharded = [m.weight for m in linears if is_partitioned(m.weight)]
     gathered = [weight for weight in sharded if group is not None and group.in_fp8(weight)]
     gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered["fp8_gathered_experts"]
+    in_fp8 = "FP8 data (the output's gradient bf16) of attention in FP8, bf16 of the rest"
+    exchange = "bf16" if conversion.attention is None else in_fp8
     basic = getattr(engine, "basic_optimizer", None)
     optimizer = NO_OPTIMIZER if basic is None else type(basic).__name__
     graphs = f"after {EAGER_STEPS} micro-steps of a shape, compared with Python now and then"
@@ -174,7 +176,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fused_mlps": len(fusion.mlps),
         "not_fused": fusion.left,
         **_attention(conversion.attention),
-        "attention_exchange": _exchange(conversion.attention, engine.sequence_parallel_size),
+        "attention_exchange": None if engine.sequence_parallel_size == 1 else exchange,
         "param_gather": fp8.param_gather.format if group else "bf16",
         "param_transport": group.transport.description if group else "by collectives",
         "fp8_gathered_parameters": gathered_count,
@@ -220,7 +222,12 @@ def _notes(
 ) -> Iterator[str]:
     fp8, total = state.config, report["parameters"]
     if untrained := untrained_parameters(engine):
-        yield _forgotten(untrained)
+        count = "1 parameter that requires" if len(untrained) == 1 else f"{len(untrained)} parameters that require"
+        yield (
+            f"the optimizer lacks {count} gradients, {untrained[0]}{' among them' * (len(untrained) > 1)}: unsharded "
+            "gradients are computed and kept on every rank; to train them pass them in model_parameters, otherwise "
+            "requires_grad_(False)"
+        )
     if not linears and not report["fp8_gathered_experts"]:
         yield "no linear layer is in FP8: fp8.linear.overrides keeps them in BF16"
     elif (in_fp8 := report["fp8_parameters"] + report["fp8_gathered_experts"]) < LITTLE * total:
@@ -266,14 +273,6 @@ def _in_folders(model: nn.Module) -> list[str]:
     return [f"exports and servers have the experts in BF16: {IN_3D} ({stacks[0]})"] if stacks else []
 
 
-def _forgotten(names: list[str]) -> str:
-    count = "1 parameter that requires" if len(names) == 1 else f"{len(names)} parameters that require"
-    return (
-        f"the optimizer lacks {count} gradients, {names[0]}{' among them' * (len(names) > 1)}: unsharded gradients are "
-        "computed and kept on every rank; to train them pass them in model_parameters, otherwise requires_grad_(False)"
-    )
-
-
 def _hierarchy(state: FP8State) -> str:
     if state.nodes is not None:
         return f"{state.nodes.count} nodes x {state.nodes.ranks_per_node}"
@@ -294,14 +293,6 @@ def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
         "fp8_attention_layers": len(attention.layers),
         "attention_in_bf16": attention.left,
     }
-
-
-def _exchange(attention: AttentionFormat | None, shared_by: int) -> str | None:
-    if shared_by == 1:
-        return None
-    if attention is None:
-        return "bf16"
-    return "FP8 data (the output's gradient bf16) of attention in FP8, bf16 of the rest"
 
 
 def _emulated_state(fp8: FP8Config) -> list[str]:

@@ -256,25 +256,18 @@ def check_layout(layout: str, cast: WeightCast) -> None:
         raise UserError(f'unknown layout "{layout}"', key="--format", remedy=f"one of {', '.join(LAYOUTS)}")
     if layout == "bf16":
         return
+    key, remedy = "fp8.linear.weight.granularity", "--format bf16"
     if cast.format != "e4m3":
-        raise UserError(
-            f"servers read weights in E4M3, but these were trained in {cast.format.upper()}",
-            key="fp8.linear.weight.format",
-            remedy="--format bf16",
-        )
-    # Servers have kernels for these granularities; another one would be another weight.
-    if cast.granularity not in _STRATEGIES:
-        raise UserError(
-            f"no layout holds weights with one scale a {cast.granularity}",
-            key="fp8.linear.weight.granularity",
-            remedy="--format bf16",
-        )
-    if layout == "fp8" and cast.granularity != "128x128":
-        raise UserError(
-            f"the layout fp8 has one scale a 128x128 block, and these weights have one a {cast.granularity}",
-            key="fp8.linear.weight.granularity",
-            remedy="--format compressed-tensors",
-        )
+        key = "fp8.linear.weight.format"
+        problem = f"servers read weights in E4M3, but these were trained in {cast.format.upper()}"
+    elif cast.granularity not in _STRATEGIES:  # servers have no kernels, and another granularity is another weight
+        problem = f"no layout holds weights with one scale a {cast.granularity}"
+    elif layout == "fp8" and cast.granularity != "128x128":
+        remedy = "--format compressed-tensors"
+        problem = f"the layout fp8 has one scale a 128x128 block, and these weights have one a {cast.granularity}"
+    else:
+        return
+    raise UserError(problem, key=key, remedy=remedy)
 
 
 def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> dict[str, Any]:

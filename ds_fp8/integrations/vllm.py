@@ -79,7 +79,11 @@ def sync_weights(
             hold a part of the weights.
     """
     link = link_to(server, pause, timeout)
-    _refuse_adapters(engine)
+    if hasattr(engine.module, "peft_config"):
+        raise UserError(
+            "this model has adapters, and the weights below them do not change in training",
+            remedy="serve the folder of the base with --enable-lora, and load what model.save_pretrained wrote",
+        )
     plan, start = served_plan(engine), time.perf_counter()
     announced, buffer_bytes = announcement(plan), _buffer_bytes(plan, chunk_bytes)
     begun = False
@@ -146,14 +150,6 @@ def _as_user_error(error: Exception) -> UserError:
         f"vLLM did not take the weights: {clipped(f'{type(error).__name__}: {error}', 500)}",
         remedy="read vLLM's own log",
     )
-
-
-def _refuse_adapters(engine: deepspeed.DeepSpeedEngine) -> None:
-    if hasattr(engine.module, "peft_config"):
-        raise UserError(
-            "this model has adapters, and the weights below them do not change in training",
-            remedy="serve the folder of the base with --enable-lora, and load what model.save_pretrained wrote",
-        )
 
 
 def _chunks(engine: deepspeed.DeepSpeedEngine, plan: Plan, limit: int) -> Iterator[tuple[Named, Exception | None]]:

@@ -48,9 +48,9 @@ class QKV(NamedTuple):
     v: torch.Tensor
 
 
-def _noted(tensor: torch.Tensor | None, key: str) -> tuple[Any] | None:
-    known = getattr(tensor, key, None)
-    return known[:1] if known is not None and known[1] == tensor._version else None
+def _noted(tensor: torch.Tensor | None, key: str) -> Any:
+    value, version = getattr(tensor, key, (None, None))
+    return value if value is not None and version == tensor._version else None
 
 
 def _note(tensor: torch.Tensor | None, key: str, value: Any) -> None:
@@ -65,7 +65,7 @@ def count(positions: torch.Tensor) -> int:
     0 if the positions of a row do not count from 0 in every document.
     """
     if (known := _noted(positions, _NOTE)) is not None:
-        return known[0]
+        return known
     begins = positions == 0
     counts_on = positions[..., 1:] == positions[..., :-1] + 1
     valid = begins[..., 0].all() & (begins[..., 1:] | counts_on).all()
@@ -78,26 +78,27 @@ def note(positions: torch.Tensor, documents: int) -> None:
 
 def first_of_run(positions: torch.Tensor) -> int | None:
     """Return the position from which all rows count on without a break, or None; a host sync as in `count`."""
-    if (known := _noted(positions, _RUN)) is not None:
-        return known[0]
-    first = positions.flatten()[0]
-    numbers = torch.arange(positions.shape[-1], device=positions.device)
-    result = int(torch.where((positions == first + numbers).all(), first, -1))
+    result = _noted(positions, _RUN)
+    if result is None:
+        first = positions.flatten()[0]
+        numbers = torch.arange(positions.shape[-1], device=positions.device)
+        result = int(torch.where((positions == first + numbers).all(), first, -1))
     return None if result < 0 else result
 
 
 def note_as(here: torch.Tensor, there: torch.Tensor) -> None:
     """Cache on positions on a device the results of `count` and `first_of_run` for their copy on the host."""
     note(there, count(here))
-    _note(there, _RUN, first_of_run(here))
+    first = first_of_run(here)
+    _note(there, _RUN, -1 if first is None else first)
 
 
 def whole(mask: torch.Tensor) -> bool:
     """Return whether a padding mask [rows, tokens] is all ones; one host sync a tensor."""
-    if (known := _noted(mask, _WHOLE)) is not None:
-        return known[0]
-    ones = bool(mask.all())
-    note_whole(mask, ones)
+    ones = _noted(mask, _WHOLE)
+    if ones is None:
+        ones = bool(mask.all())
+        note_whole(mask, ones)
     return ones
 
 
@@ -136,8 +137,7 @@ def note_ends(tensor: torch.Tensor | None, value: object) -> None:
 
 
 def noted_ends(tensor: torch.Tensor | None) -> object | None:
-    known = _noted(tensor, _ENDS)
-    return None if known is None else known[0]
+    return _noted(tensor, _ENDS)
 
 
 def ends_on_host(ends: torch.Tensor) -> list[int]:

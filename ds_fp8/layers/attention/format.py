@@ -53,7 +53,7 @@ def window_of(module: nn.Module) -> int | None:
 PREFIX = "fp8_"
 KNOWN = ("sdpa", "packed")  # implementations whose mask is None, or the ends of documents, for causal attention
 
-BF16 = '"attention": {"format": "bf16"}'
+KEY, BF16 = "fp8.attention.format", '"attention": {"format": "bf16"}'
 _ONLY_LONG = "fp8_attention_only_of_long_rows"  # attribute of an attention module: AttentionFormat.only_long
 # Arguments of attention functions that the kernels do not support.
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -81,20 +81,18 @@ def use_fp8_attention(model: nn.Module, only_long: bool = False) -> AttentionFor
     # The reference, on a CPU, supports heads of any size.
     emulated = not torch.cuda.is_available()
     if not emulated and (why := cudnn.unavailable()) is not None:
-        raise UserError(f"attention in FP8 cannot run here: {why}", key="fp8.attention.format", remedy=BF16)
+        raise UserError(f"attention in FP8 cannot run here: {why}", key=KEY, remedy=BF16)
     modules = {name: module for name, module in model.named_modules() if is_attention(module)}
     left = {name: why for name, module in modules.items() if (why := _unsupported(module, emulated)) is not None}
     layers = [name for name in modules if name not in left]
     if not layers:
         reasons = "; ".join(dict.fromkeys(left.values())) or "none calls transformers' attention functions"
-        raise UserError(
-            f"no attention module of this model can run in FP8: {reasons}", key="fp8.attention.format", remedy=BF16
-        )
+        raise UserError(f"no attention module of this model can run in FP8: {reasons}", key=KEY, remedy=BF16)
     implementations = {modules[name].config._attn_implementation for name in layers}
     for unknown in implementations - set(KNOWN):
         raise UserError(
             f'attention in FP8 reads masks as "sdpa" or "packed" has them, and the model\'s attention is "{unknown}"',
-            key="fp8.attention.format",
+            key=KEY,
             remedy=f'attn_implementation="sdpa" when the model is loaded ("packed" in a stage), or {BF16}',
         )
     for name in layers:
@@ -136,22 +134,17 @@ def is_exchanged(module: nn.Module) -> bool:
 
 
 def _unsupported(module: nn.Module, emulated: bool) -> str | None:
-    if not module.is_causal:
-        return "it is not causal"
     head_dim = getattr(module, "head_dim", None)
-    if not emulated and head_dim != cudnn.HEAD_DIM:
-        return (
-            f"its heads have {head_dim or 'several numbers of'} features, and cuDNN on Hopper supports {cudnn.HEAD_DIM}"
-        )
-    if getattr(module, "attention_dropout", 0.0):
-        return "it has dropout"
-    if window_of(module) is not None:
-        return "it has a sliding window"
-    if getattr(module, "sinks", None) is not None:
-        return "it has sinks"
-    if getattr(module, "attn_logit_softcapping", None):
-        return "it caps its scores"
-    return None
+    sizes = f"{head_dim or 'several numbers of'} features, and cuDNN on Hopper supports {cudnn.HEAD_DIM}"
+    reasons = {
+        "it is not causal": not module.is_causal,
+        f"its heads have {sizes}": not emulated and head_dim != cudnn.HEAD_DIM,
+        "it has dropout": getattr(module, "attention_dropout", 0.0),
+        "it has a sliding window": window_of(module),
+        "it has sinks": getattr(module, "sinks", None) is not None,
+        "it caps its scores": getattr(module, "attn_logit_softcapping", None),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _is_too_short(module: nn.Module, tokens: int) -> bool:
@@ -219,24 +212,23 @@ def _unsharded_attention(takes_ends, before, module, qkv, mask, scaling=None, **
 
 def _unsupported_call(qkv: QKV, mask: torch.Tensor | None, more: dict[str, Any]) -> str | None:
     changed = [name for name in CHANGES_SCORES if more.get(name) is not None]
-    if changed:
-        return f"it is called with {', '.join(changed)}"
-    if more.get("is_causal") is False:
-        return "it is called with is_causal=False"
-    if qkv.q.shape[2] != qkv.k.shape[2]:
-        return "there are not as many queries as keys"
-    if qkv.q.shape[3] != qkv.v.shape[3]:
-        return "heads of keys and of values are not of one size"
-    if qkv.q.dtype == torch.float16:
-        return "it is in FP16, whose range does not hold the scales of gradients"
-    if mask is not None and mask.ndim == 1:
-        # The ends of documents; as many documents as rows are rows of one document.
-        if len(mask) == len(qkv.q) + 1 or documents.longest(documents.ends_on_host(mask)) >= documents.LONG:
-            return None
-        return f"rows hold several documents, all shorter than {documents.LONG} tokens"
-    if mask is None:
+    ends = mask is not None and mask.ndim == 1
+    reasons = {
+        f"it is called with {', '.join(changed)}": changed,
+        "it is called with is_causal=False": more.get("is_causal") is False,
+        "there are not as many queries as keys": qkv.q.shape[2] != qkv.k.shape[2],
+        "heads of keys and of values are not of one size": qkv.q.shape[3] != qkv.v.shape[3],
+        "it is in FP16, whose range does not hold the scales of gradients": qkv.q.dtype == torch.float16,
+        "the mask is not causal over unpadded rows: they are padded, or hold several documents": mask is not None
+        and not ends,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    # As many documents as rows are rows of one document. The last condition is a host sync.
+    if reason is not None or not ends or len(mask) == len(qkv.q) + 1:
+        return reason
+    if documents.longest(documents.ends_on_host(mask)) >= documents.LONG:
         return None
-    return "the mask is not causal over whole rows: they are padded, or hold several documents"
+    return f"rows hold several documents, all shorter than {documents.LONG} tokens"
 
 
 @functools.lru_cache

@@ -143,11 +143,11 @@ class Health:
         """
         self.move_to_bf16(state.get("layers_in_bf16", ()))
         modules = dict(self._model.named_modules())
-        cast = [name for name in state.get("excluded_by_filter", ()) if isinstance(modules.get(name), FP8Linear)]
-        if cast:
+        in_fp8 = [name for name in state.get("excluded_by_filter", ()) if isinstance(modules.get(name), FP8Linear)]
+        if in_fp8:
             self.warn(
-                f"warning: a filter left {len(cast)} layers in BF16 when the checkpoint was written, and they are in "
-                f"FP8 now ({cast[0]}): call ds_fp8.convert with the same filter before initialize"
+                f"warning: a filter left {len(in_fp8)} layers in BF16 when the checkpoint was written, and they are in "
+                f"FP8 now ({in_fp8[0]}): call ds_fp8.convert with the same filter before initialize"
             )
         saved = {name: found for name, found in state.get("outlier_channels", {}).items() if name in self._outliers}
         left = [
@@ -200,8 +200,8 @@ def _watch_routing(
     experts = mixtures(engine.module)
     if not monitor.every or not experts:
         return None
-    numbers = {name: module.num_experts for name, module in experts.items()}
-    routing = RoutingMonitor(monitor, numbers, engine.device, add_over_ranks)
+    counts = {name: module.num_experts for name, module in experts.items()}
+    routing = RoutingMonitor(monitor, counts, engine.device, add_over_ranks)
     for layer, module in enumerate(experts.values()):
         observe = functools.partial(routing.observe, layer)
         on_destroy(engine, module.register_forward_pre_hook(observe, with_kwargs=True).remove)

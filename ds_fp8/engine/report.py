@@ -199,18 +199,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "monitor": {**fp8.monitor.model_dump(), "every": state.monitor.every},
         "moved_to_bf16": state.health.layers_in_bf16,  # the list itself: training appends to it
     }
-    notes = _notes_on_gathers(fp8, len(linears) - len(sharded), len(sharded) - len(gathered))
-    return report | {"notes": [*notes, *_notes(engine, state, report, linears, tokens)]}
-
-
-def _notes_on_gathers(fp8: FP8Config, persistent: int, in_bf16: int) -> Iterator[str]:
-    if persistent and fp8.param_gather.format != "bf16":
-        yield (
-            f"{persistent} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
-            "weights unsharded in BF16, and they are quantized when used"
-        )
-    if in_bf16 and fp8.param_gather.format != "bf16":
-        yield f"the weights of {in_bf16} FP8 linears are all-gathered in BF16, because other modules read them"
+    return report | {"notes": list(_notes(engine, state, report, linears, tokens))}
 
 
 def _notes(
@@ -220,7 +209,16 @@ def _notes(
     linears: list[FP8Linear],
     tokens: int | None,
 ) -> Iterator[str]:
-    fp8, total = state.config, report["parameters"]
+    fp8, group, total = state.config, state.weights, report["parameters"]
+    if fp8.param_gather.format != "bf16":
+        sharded = [linear.weight for linear in linears if is_partitioned(linear.weight)]
+        if persistent := len(linears) - len(sharded):
+            yield (
+                f"{persistent} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps "
+                "their weights unsharded in BF16, and they are quantized when used"
+            )
+        if in_bf16 := sum(group is None or not group.in_fp8(weight) for weight in sharded):
+            yield f"the weights of {in_bf16} FP8 linears are all-gathered in BF16, because other modules read them"
     if untrained := untrained_parameters(engine):
         count = "1 parameter that requires" if len(untrained) == 1 else f"{len(untrained)} parameters that require"
         yield (
@@ -243,7 +241,7 @@ def _notes(
     listed = [name for name in state.conversion.converted if of_listed_expert(name)]
     if listed and any(recipe is not None and recipe.outlier_channels for recipe in recipes):
         yield f"experts in a list, not all of which every rank calls, have no outlier channels: {listed[0]} and others"
-    masters = None if state.weights is None else state.weights.coded
+    masters = None if group is None else group.coded
     if masters is not None and (slow := masters.stepped_in_torch):
         yield (
             f"optimizer.master: {slow} weights have rows or shards that are no multiples of 128, or share a sub-group "

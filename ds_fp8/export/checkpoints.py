@@ -96,10 +96,10 @@ def export_checkpoint(
     configs = section_of(state, "ds_config"), deepspeed_config or {}
     zero = next(filter(None, (section_of(c, "zero_optimization") for c in configs)), {})
     rounds_first = _rounds_first(model, fp8, zero, trained.get("gathered_in_fp8"))
-    kept = experts_left(model, fp8) if fp8.enabled else {}
+    experts = experts_left(model, fp8) if fp8.enabled else {}
     for name in names_of_experts(model):
-        if name in kept or not fp8.enabled or rounds_first(name):
-            left.setdefault(name, kept.get(name, "in BF16 in training"))
+        if name in experts or not fp8.enabled or rounds_first(name):
+            left.setdefault(name, experts.get(name, "in BF16 in training"))
     plan = make_plan(model, left, fp8.linear, layout)
     _check_same_model(_masters(checkpoint), plan, model, checkpoint)
     progress = Progress(f"export {folder.name}", len(plan.entries))
@@ -202,18 +202,18 @@ def _another_model(checkpoint: Path, difference: str) -> UserError:
 
 
 def _rounds_first(
-    model: torch.nn.Module, fp8: FP8Config, zero: Mapping[str, Any], gathered: Collection[str] | None
+    model: torch.nn.Module, fp8: FP8Config, zero: Mapping[str, Any], in_fp8: Collection[str] | None
 ) -> Callable[[str], bool]:
     """Return a function from a weight's name to whether training quantized it from BF16, not from its FP32 master.
 
-    gathered: names of weights that were all-gathered in FP8; None in checkpoints of earlier versions.
+    in_fp8: names of weights that were all-gathered in FP8; None in checkpoints of earlier versions.
     """
     threshold = zero.get("stage3_param_persistence_threshold", _DEFAULT_THRESHOLD)
     threshold = threshold if isinstance(threshold, (int, float)) else _DEFAULT_THRESHOLD
     if fp8.param_gather.format == "bf16" or zero.get("stage", 3) != 3:
         return lambda name: True
-    if gathered is not None:
-        return lambda name: name not in gathered
+    if in_fp8 is not None:
+        return lambda name: name not in in_fp8
     return lambda name: model.get_parameter(name).numel() <= threshold
 
 

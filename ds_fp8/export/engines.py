@@ -86,11 +86,11 @@ def _unsharded(
 ) -> Iterator[tuple[Entry, Tensors]]:
     """Yield the unsharded tensors of a plan. Collective; at the end all ranks raise the error of one."""
     failures = [] if failures is None else failures
-    for entry, numbers in unsharded_entries(engine, plan):
-        if isinstance(numbers, Exception):
-            failures.append(numbers)
+    for entry, tensors in unsharded_entries(engine, plan):
+        if isinstance(tensors, Exception):
+            failures.append(tensors)
         else:
-            yield entry, numbers
+            yield entry, tensors
         if progress is not None:
             progress.add(1)
 
@@ -141,9 +141,9 @@ def _in_bf16(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
     for name, linear in linear_layers(engine.module).items():
         if not isinstance(linear, FP8Linear):
             left.setdefault(name, "in BF16 in training")
-    gather, parameters = state.weights, dict(engine.module.named_parameters())
+    group, parameters = state.weights, dict(engine.module.named_parameters())
     for name in names_of_experts(engine.module):
-        if gather is None or not gather.in_fp8(parameters[name]):
+        if group is None or not group.in_fp8(parameters[name]):
             left.setdefault(name, "in BF16 in training")
     return left
 

@@ -184,9 +184,9 @@ def sha256_of(path: Path) -> str | None:
 _WEIGHTS = {
     "bf16": "All weights are in BF16.",
     "fp8": "Weights of {count} linear layers are in FP8 (E4M3) with one scale a 128x128 block (`weight_scale_inv`, the "
-    "factor to multiply by); activations are to be cast per 1x128 group while serving.",
+    "factor to multiply by); servers quantize activations per 1x128 group.",
     "compressed-tensors": "Weights of {count} linear layers are in FP8 (E4M3) with scales by {granularity} "
-    "(`weight_scale`) in the compressed-tensors format; activations are to be cast while serving. transformers reads "
+    "(`weight_scale`) in the compressed-tensors format; servers quantize activations. transformers reads "
     "it with `pip install compressed-tensors`, vLLM and SGLang without.",
 }
 _CARD = """---

@@ -159,7 +159,7 @@ def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, l
     for name, pattern in first_matches(linears, linear.overrides).items():
         override = linear.overrides[pattern]
         if override != "bf16" and str(override.weight) != str(cast):
-            reasons.setdefault(name, f"trained with its weight cast {override.weight}, and a folder holds one cast")
+            reasons.setdefault(name, f"trained with its weight in {override.weight}, and a folder has one format")
     for name, pattern in {**dict.fromkeys(linears), **first_matches(linears, linear.overrides)}.items():
         casts = linear if pattern is None else linear.overrides[pattern]
         if casts != "bf16" and casts.why_not_served is not None:

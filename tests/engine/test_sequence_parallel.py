@@ -280,7 +280,7 @@ def warned_of_positions(given, documents):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine(**batch, use_cache=False)
-    return [str(one.message) for one in caught if "position_ids of whole rows" in str(one.message)]
+    return [str(one.message) for one in caught if "position_ids of unsharded rows" in str(one.message)]
 
 
 def test_a_batch_without_positions_is_warned_of(new_ranks):

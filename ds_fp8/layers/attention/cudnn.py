@@ -26,9 +26,9 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import first_line
 from ds_fp8.config.formats import FORMATS
 
-FORWARD, BACKWARD = "e4m3", "e5m2"  # Formats of q, k, v, p and o, and of do, ds, dq, dk and dv
+FORWARD, BACKWARD = "e4m3", "e5m2"  # formats of q, k, v, p and o, and of do, ds, dq, dk and dv
 
-P_SCALE = FORMATS[FORWARD].max  # Factor of p before its cast
+P_SCALE = FORMATS[FORWARD].max  # factor of p before its quantization
 
 
 class Saved(NamedTuple):

@@ -167,7 +167,7 @@ def _warn_of_slices(ends: torch.Tensor, shape: tuple[int, int], length: int) -> 
     if len(ends) - 1 == tokens // length and documents.ends_on_host(ends) == list(range(0, tokens + 1, length)):
         warnings.warn(
             f"positions begin anew at each rank's slice of {length} tokens, so that no token sees another rank's: give "
-            "the model position_ids of whole rows, sliced as input_ids are, unless all documents have this length",
+            "the model position_ids of unsharded rows, sliced as input_ids are, unless all documents have this length",
             stacklevel=2,
         )
 

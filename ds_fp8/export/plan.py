@@ -156,14 +156,14 @@ def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, l
         raise UserError(why, remedy="--format bf16")
     # In this order: the first reason of a layer is reported.
     reasons = {name: left[name] for name in linears if name in left}
-    for name, pattern in first_matches(linears, linear.overrides).items():
-        override = linear.overrides[pattern]
+    overrides = {name: linear.overrides[key] for name, key in first_matches(linears, linear.overrides).items()}
+    for name, override in overrides.items():
         if override != "bf16" and str(override.weight) != str(cast):
             reasons.setdefault(name, f"trained with its weight in {override.weight}, and a folder has one format")
-    for name, pattern in {**dict.fromkeys(linears), **first_matches(linears, linear.overrides)}.items():
-        casts = linear if pattern is None else linear.overrides[pattern]
-        if casts != "bf16" and casts.why_not_served is not None:
-            reasons.setdefault(name, casts.why_not_served)
+    for name in linears:
+        section = overrides.get(name, linear)
+        if section != "bf16" and section.why_not_served is not None:
+            reasons.setdefault(name, section.why_not_served)
     for name, layer in linears.items():
         rows, columns = shape_of(layer.weight)  # unsharded
         if names[id(layer.weight)] != f"{name}.weight":
@@ -209,11 +209,11 @@ def _experts_in_fp8(
 ) -> set[str]:
     """Return the weights of experts to store in FP8: all of a module, or none."""
     names = names_of_experts(model)
-    override_of = first_matches(names, linear.overrides)
+    overrides = {name: linear.overrides[key] for name, key in first_matches(names, linear.overrides).items()}
     cast, found = linear.weight.spec, set()
     for module in {name.rpartition(".")[0] for name in names}:
         weights = [name for name in names if name.rpartition(".")[0] == module]
-        casts = [linear.overrides[override_of[name]] if name in override_of else linear for name in weights]
+        casts = [overrides.get(name, linear) for name in weights]
         # Servers run the experts of a layer in one kernel: all in FP8, or none.
         alike = all(name not in left for name in weights) and all(own != "bf16" for own in casts)
         alike = alike and all(name in forms and forms[name].matrices for name in weights)

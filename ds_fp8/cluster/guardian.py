@@ -30,7 +30,7 @@ TICK = 0.5  # seconds between two messages of a guardian, and between two checks
 MORE_FINDINGS = 2.0
 OBEYS = 3.0  # seconds for a rank to print its stack and end itself on order; then it is killed
 FAREWELL = 8.0
-LEAVES = 120.0  # seconds from a rank's last message to the end of its process
+LEAVES = 120.0  # seconds from a rank's message that it is done to the end of its process
 LIMIT = 1 << 20
 # Seconds for a connection to show the token, and the number of such connections besides the ranks'.
 GREETS, STRANGERS = 5.0, 64

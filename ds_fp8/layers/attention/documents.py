@@ -33,7 +33,7 @@ from torch import nn
 # at 16384 tokens, with 28 heads and with 12; 1.1 and 2.5 at 8192 (docs/log/attention.md).
 LONG = 16384
 
-_NOTE = "ds_fp8_documents"
+_COUNT = "ds_fp8_documents"
 _RUN = "ds_fp8_first_of_run"
 _WHOLE = "ds_fp8_whole"
 _ENDS = "ds_fp8_document_ends"
@@ -64,7 +64,7 @@ def count(positions: torch.Tensor) -> int:
 
     0 if the positions of a row do not count from 0 in every document.
     """
-    if (known := _noted(positions, _NOTE)) is not None:
+    if (known := _noted(positions, _COUNT)) is not None:
         return known
     begins = positions == 0
     counts_on = positions[..., 1:] == positions[..., :-1] + 1
@@ -73,7 +73,7 @@ def count(positions: torch.Tensor) -> int:
 
 
 def note(positions: torch.Tensor, documents: int) -> None:
-    _note(positions, _NOTE, documents)
+    _note(positions, _COUNT, documents)
 
 
 def first_of_run(positions: torch.Tensor) -> int | None:

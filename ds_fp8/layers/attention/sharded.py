@@ -172,6 +172,7 @@ class CallShards:
                 start, stop = (min(max(x - rank * length, 0), length) for x in (first, first + end - begin))
                 if start < stop:
                     self.pieces[rank].append(Piece(call, slice(row, row + self.rows), start, stop))
+        self.all_pieces = [piece for pieces in self.pieces for piece in pieces]
         self.tokens = [sum(piece.tokens for piece in pieces) for pieces in self.pieces]
         self.own, self.own_tokens = self.pieces[self.rank], self.tokens[self.rank]
 
@@ -196,19 +197,16 @@ class CallShards:
         """Return the tokens of each call, in order, from the result of `to_heads`."""
         if len(self.calls) == 1:
             return [received]
-        pieces = [piece for of_rank in self.pieces for piece in of_rank]
-        parts = list(zip(pieces, received.split([piece.tokens for piece in pieces]), strict=True))
+        parts = list(zip(self.all_pieces, received.split([piece.tokens for piece in self.all_pieces]), strict=True))
         return [torch.cat([part for piece, part in parts if piece.call == call]) for call in self.calls]
 
     def by_rank(self, calls: Sequence[torch.Tensor]) -> torch.Tensor:
         """Undo `by_call`: return the argument of `to_tokens` from the tokens of each call."""
         if len(self.calls) == 1:
             return calls[0]
-        pieces = [piece for of_rank in self.pieces for piece in of_rank]
-        parts = [
-            iter(x.split([piece.tokens for piece in pieces if piece.call == call])) for call, x in enumerate(calls)
-        ]
-        return _cat([next(parts[piece.call]) for piece in pieces])
+        sizes = [[piece.tokens for piece in self.all_pieces if piece.call == call] for call in self.calls]
+        parts = [iter(x.split(size)) for x, size in zip(calls, sizes, strict=True)]
+        return _cat([next(parts[piece.call]) for piece in self.all_pieces])
 
     def join(self, pieces: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """Concatenate pieces [P, n, rows, heads / P, D] of x; without any, an empty part of x, for autograd's graph."""

@@ -120,7 +120,7 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
     import ds_fp8
     from ds_fp8.config.errors import UserError
     from ds_fp8.export import export_engine, served_weights
-    from ds_fp8.export.engines import gathered, served_plan
+    from ds_fp8.export.engines import served_plan, unsharded_entries
     from ds_fp8.layers.published import stored_buffers
 
     auto = AutoModelForImageTextToText if kind in MULTIMODAL else AutoModelForCausalLM
@@ -177,7 +177,7 @@ def check(kind: str, folder: Path) -> dict[str, Any]:
             found["has besides"] = sorted(held.keys() - saved.keys())
             # As the engine holds it, codes decoded, under transformers' names.
             whole: dict[str, torch.Tensor] = {}
-            for entry, numbers in gathered(engine, plan):
+            for entry, numbers in unsharded_entries(engine, plan):
                 for name, own in numbers.items():
                     whole[name] = own.dequantize(torch.bfloat16) if entry.quantized else own
                     whole[name] = whole[name].view(entry.form.shapes[name])

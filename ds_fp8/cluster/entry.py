@@ -1,4 +1,4 @@
-"""Entry point of a rank's script: however `main` ends, all ranks end, with one exit code, which says what helps."""
+"""Entry point of a rank's script: all ranks end together, with one exit code."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LINK = re.compile(r"gloo|NCCL|connection (reset|closed)|socket|timed out", re.I
 
 
 def rank_entry(main: Callable[[], int | None]) -> None:
-    """Run `main` and exit with its result, as `main_entry`; under a watchdog a rank that fails ends all."""
+    """Run `main` and exit with its result, as `main_entry`; under a watchdog a failed rank ends all."""
 
     def guarded() -> int | None:
         try:
             code = main()
         except Exception as error:
-            from ds_fp8.cluster import watchdog  # it imports torch, and `main` has something to say before
+            from ds_fp8.cluster import watchdog  # here: it imports torch, after the first messages of `main`
 
             if mistake := as_user_error(error):
                 watchdog.fail(USER, str(mistake), EXIT_USER_ERROR)
@@ -46,7 +46,7 @@ def rank_entry(main: Callable[[], int | None]) -> None:
             raise
         from ds_fp8.cluster import watchdog
 
-        # Its work is done: a second signal, while Python ends, must not change the exit code.
+        # Done: a signal while Python ends must not change the exit code.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         watchdog.leave()
@@ -56,7 +56,7 @@ def rank_entry(main: Callable[[], int | None]) -> None:
 
 
 def lost_others(error: Exception) -> bool:
-    """Return whether an exception says that another rank, or the output's reader, is gone."""
+    """Return whether an exception shows the loss of another rank or of the output's reader."""
     import torch.distributed
 
     if isinstance(error, torch.distributed.DistError | BrokenPipeError):

@@ -1,11 +1,11 @@
-"""The guardian: a small process beside every rank, which ends the rank when the job cannot go on.
+"""The guardian: a small process for every rank that ends the rank when the job cannot continue.
 
-A rank that is stuck in a collective, in a kernel or stopped cannot end itself, and a host without a link cannot be told
-to: so every rank has a process beside it, which no GPU, no lock of Python and no collective can block. Guardians send a
-line twice a second to that of rank 0, which judges the job: a rank that failed, died or is stopped, a host that is not
-heard of, a job in which nothing moves. They end their ranks when it says so, or when it is not heard of.
+A rank stuck in a collective or kernel, or stopped, cannot end itself, and an unreachable host receives no orders. No
+GPU, lock of Python or collective blocks a guardian. Guardians report twice a second to rank 0's, which judges the job:
+a rank that failed, died or is stopped, a silent host, a job without progress. They end their ranks on its order, or
+when it is silent.
 
-Run by path, with the standard library alone: a few MiB, started in a moment. Messages are lines of JSON.
+Run by path, with the standard library alone: a few MiB. Messages are lines of JSON.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-TICK = 0.5
-"""Seconds between two messages of a guardian, and between two looks of the judge."""
+TICK = 0.5  # seconds between two messages of a guardian, and between two checks of the judge
+# Seconds for further ranks to report failures: the first report is not always the cause.
 MORE_FINDINGS = 2.0
-"""Seconds in which other ranks report what befell them too: the first to report is not always the cause."""
-OBEYS = 3.0
-"""Seconds in which a rank shows where it is, and ends itself, when told to; after them it is killed."""
+OBEYS = 3.0  # seconds for a rank to print its stack and end itself on order; then it is killed
 FAREWELL = 8.0
-LEAVES = 120.0
-"""Seconds from a rank's word that it is done to the end of its process."""
+LEAVES = 120.0  # seconds from a rank's message that it is done to the end of its process
 LIMIT = 1 << 20
+# Seconds for a connection to show the token, and the number of such connections besides the ranks'.
 GREETS, STRANGERS = 5.0, 64
-"""Seconds in which who connects must show the token, and how many beside the ranks may be about to."""
 
-# Findings: what may end a job, worst first, with the exit code of all ranks.
+# Failure kinds by severity, with the exit code of all ranks.
 DIED, SILENT, ABSENT, STOPPED, HUNG = "died", "silent", "absent", "stopped", "hung"
 USER, ERROR, LOST = "user", "error", "lost"
 CODES = {DIED: 75, SILENT: 75, ABSENT: 75, STOPPED: 75, HUNG: 75, USER: 2, ERROR: 1, LOST: 75}
@@ -46,7 +43,7 @@ AFTER = {75: "the same command resumes from the last checkpoint", 1: "a rank fai
 
 
 class Lines:
-    """Lines of JSON over a pipe or socket, neither read nor written for longer than that takes."""
+    """Lines of JSON over a pipe or socket, without blocking."""
 
     def __init__(self, reads: int, writes: int | None = None) -> None:
         self.reads, self._writes = reads, reads if writes is None else writes
@@ -65,7 +62,7 @@ class Lines:
             self.open = False
 
     def received(self) -> list[dict[str, Any]]:
-        """Return the messages that have come; `open` is False from the end, or from a line that is none, on."""
+        """Return the received messages; `open` becomes False at the end, or at a line that is not a message."""
         try:
             data = os.read(self.reads, 1 << 16)
         except BlockingIOError:
@@ -87,10 +84,10 @@ class Lines:
 
 @dataclass
 class Rank:
-    """What the judge knows of a rank.
+    """A rank as reported to the judge.
 
-    `heard` and `moved` are the times of its last word and progress; `silence` and `patience` the seconds after which
-    the next is overdue; `stopped` the seconds for which it has been stopped by a signal, at most `limit`.
+    `heard` and `moved`: times of its last message and progress; `silence` and `patience`: seconds until the next is
+    overdue; `stopped`: seconds for which a signal has stopped it, at most `limit`.
     """
 
     host: str
@@ -111,16 +108,14 @@ class Judge:
     def __init__(self, about: dict[str, Any], selector: selectors.BaseSelector) -> None:
         self._about, self._selector = about, selector
         self._ranks: dict[int, Rank] = {}
-        self._findings: dict[int, tuple[str, str]] = {}
-        """By rank: what befell it, and the details. In the order in which that became known."""
-        self._strangers: dict[socket.socket, float] = {}
-        """Connections without a token yet, oldest first, and their deadlines."""
+        self._findings: dict[int, tuple[str, str]] = {}  # rank -> (failure kind, details), in order of arrival
+        self._strangers: dict[socket.socket, float] = {}  # connection without a token -> its deadline, oldest first
         self._started = self._looked = self._paused = time.monotonic()
         self._phase, self._until = "watch", 0.0
         self.done = False
 
     def serve(self, address: str | None, token: str) -> int:
-        """Listen for guardians that show the token at an address of this host, or at all of them; returns the port."""
+        """Listen for guardians with the token at an address of this host, None for all; return the port."""
         both = address is None and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in (address or "") else socket.AF_INET
         # A long queue: the guardians of thousands of ranks connect within the same second.
@@ -132,14 +127,14 @@ class Judge:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError as error:  # gone already, or no descriptor is left: strangers give theirs back
+        except OSError as error:  # closed already, or no descriptor is free: close strangers
             none_left = error.errno in (errno.EMFILE, errno.ENFILE)
             return self._close_strangers(len(self._strangers) if none_left else 0)
         lines, number = Lines(connection.fileno()), None
 
         def hear() -> None:
             nonlocal number
-            if connection.fileno() < 0:  # closed since the selector named it
+            if connection.fileno() < 0:  # closed since the selector returned it
                 return
             try:
                 for message in lines.received():
@@ -161,7 +156,7 @@ class Judge:
         self._close_strangers(len(self._strangers) - self._about["world"] - STRANGERS)
 
     def _close_strangers(self, number: int) -> None:
-        """Close the `number` oldest connections that have not shown the token, and those past their deadline."""
+        """Close the `number` oldest connections without a token, and those past their deadline."""
         now = time.monotonic()
         for place, (connection, deadline) in enumerate(list(self._strangers.items())):
             if place < number or now > deadline:
@@ -173,7 +168,7 @@ class Judge:
         self._strangers.pop(connection, None)
 
     def _greeted(self, message: dict[str, Any], lines: Lines) -> int:
-        # Compared in constant time: anybody who reaches the port may try.
+        # In constant time: anybody may reach the port.
         if not hmac.compare_digest(str(message.get("token")).encode(errors="replace"), self._token.encode()):
             raise ValueError("no token")
         number, host = message["rank"], escaped(str(message["host"]).replace("\n", " "))
@@ -190,7 +185,7 @@ class Judge:
             rank.doing = str(state["doing"])
             for key in ("patience", "silence", "limit", "stopped"):
                 setattr(rank, key, float(state[key]))
-            # Ages travel and not times: clocks of hosts differ, and monotonic ones begin anywhere.
+            # Ages, not times: clocks of hosts differ.
             rank.moved = now - float(state["age"])
             rank.lines.send({"alive": True})
         elif "finding" in message:
@@ -206,7 +201,7 @@ class Judge:
     def look(self) -> None:
         now = time.monotonic()
         if now - self._looked > 10 * TICK:
-            # This host stood still itself: what others sent meanwhile is yet to be read.
+            # This host was suspended: messages of the meantime are not read yet.
             for rank in self._ranks.values():
                 rank.heard = now
         self._looked = now
@@ -228,16 +223,16 @@ class Judge:
                 rank.lines.send({"end": CODES[cause], "show": cause == HUNG})
             self._phase, self._until = "farewell", now + FAREWELL
         elif self._phase == "farewell":
-            # Ranks that were not heard of will not say farewell.
+            # Silent ranks will not answer.
             self.done = now > self._until or all(now - rank.heard > 2.0 for rank in present)
 
     def _find(self, now: float) -> None:
-        """Note who is silent, absent or stopped, and whether nothing moves any more."""
+        """Find silent, absent and stopped ranks, and a job without progress."""
         present = {number: rank for number, rank in self._ranks.items() if not rank.gone}
-        # The smallest: all ranks have one timeout, and one that set it late must not delay the verdict.
+        # The smallest: all ranks have one timeout, set at different times.
         silence = min((rank.silence for rank in self._ranks.values()), default=float("inf"))
         if all(rank.stopped for rank in present.values()):
-            self._paused = now  # a job that its user has stopped (Ctrl-Z) waits for him
+            self._paused = now  # stopped by the user (Ctrl-Z)
         for number, rank in present.items():
             if now - rank.heard > silence:
                 self._findings.setdefault(number, (SILENT, f"no message for {now - rank.heard:.0f} s"))
@@ -250,15 +245,15 @@ class Judge:
                 self._findings.setdefault(number, (ABSENT, details))
         if not present or self._findings or len(self._ranks) < self._about["world"]:
             return
-        # One rank may work for long while the others wait for it, as in tokenising: only when all stand still ...
+        # One rank may work for long while the others wait for it (tokenizing): the last to make progress counts.
         number, last = max(present.items(), key=lambda item: item[1].moved)
-        # Earlier than the patience by the time that the end takes, so that the job is gone when the timeout is over.
+        # Earlier by the time that ending takes: the job is gone when the timeout is over.
         if now - last.moved > last.patience - min(15.0, last.patience / 5) > 0:
             details = f"no progress for {now - last.moved:.0f} s in {last.doing}: limit {self._about['name']}"
             self._findings[number] = (HUNG, details)
 
     def _verdict(self, cause: str) -> str:
-        """Return why the job ended: the ranks to blame, and what to do."""
+        """Return the message on the end of the job: cause, ranks, remedy."""
         guilty: dict[str, list[int]] = {}
         for number, (kind, details) in self._findings.items():
             if kind == cause:
@@ -271,14 +266,14 @@ class Judge:
         asked = ("was ended by SIGTERM", *(() if self._about["launched"] else ("ended without a message",)))
         were_asked = all(any(words in details for words in asked) for details in guilty)
         all_died = all(kind == DIED for kind, _ in self._findings.values())
-        # A rank's death is known a moment before it is gone.
+        # A rank's death is reported before it is gone.
         if all_died and were_asked and all(rank.gone or n in self._findings for n, rank in self._ranks.items()):
             return ""  # all were asked to end, and have
         code, after = CODES[cause], AFTER[CODES[cause]]
-        if code == 75 and not self._about["launched"]:  # whose ranks may have ended with codes of their own
+        if code == 75 and not self._about["launched"]:  # its ranks may end with their own codes
             after = "a rank was lost; go on from the last checkpoint"
         lines = [f"error: the job was ended on all hosts (exit code {code}: {after})"]
-        # In the order in which they became known: what died after the first may have been ended for it.
+        # In order of arrival: later deaths may follow from the first.
         lines += [f"  {self._place(ranks)}: {details}" for details, ranks in guilty.items()]
         return "\n".join(lines)
 
@@ -291,7 +286,7 @@ class Judge:
 
 
 def spans(ranks: list[int]) -> str:
-    """Return ranks as a reader wants them: "rank 3", "ranks 0-7, 9"."""
+    """Return ranks as text: "rank 3", "ranks 0-7, 9"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:
@@ -303,7 +298,7 @@ def spans(ranks: list[int]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return `text` as a terminal may show it: line breaks stay, what would steer the terminal is spelt out."""
+    """Return `text` with control characters escaped, except line breaks."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
 
 
@@ -311,8 +306,8 @@ class Guardian:
     """The guardian of one rank.
 
     about: `rank`, `world`, `host`, `hosts`; `pid` of the rank; `limit`, seconds for which it may be stopped, and `name`
-    of that limit; `silence`, seconds without a word after which another is lost; `arrival`, seconds in which all ranks
-    must have reported, None for any; `launched`, whether the rank ends where its launcher is gone, and in time.
+    of that limit; `silence`, seconds without a message after which another rank is lost; `arrival`, seconds for all
+    ranks to report, or None; `launched`, whether the rank must end with its launcher, and within LEAVES.
     """
 
     def __init__(self, about: dict[str, Any]) -> None:
@@ -326,11 +321,11 @@ class Guardian:
         self._unsent: list[dict[str, Any]] = []
         self._moved = self._heard = self._looked = time.monotonic()
         self._reported = 0.0
-        self._stopped_since = self._ended = self._told = None
+        self._stopped_since = self._ended = self._ordered = None
         self._leaving = self._asked = self._over = False
         self._selector.register(0, selectors.EVENT_READ, self._obey)
         self._died: int | None = None
-        if hasattr(os, "pidfd_open"):  # its end wakes this process, while it can still say how it ended
+        if hasattr(os, "pidfd_open"):  # wakes this process at the rank's end, to report its exit status
             with suppress(OSError):
                 self._died = os.pidfd_open(about["pid"])
                 self._selector.register(self._died, selectors.EVENT_READ, self._look)
@@ -344,7 +339,7 @@ class Guardian:
             if self._judge is not None:
                 self._judge.look()
                 if self._over and time.monotonic() - self._ended > FAREWELL and not self._judge.present:
-                    return  # no other rank is there to be judged
+                    return  # no other rank
 
     def _obey(self) -> None:
         for message in self._rank.received():
@@ -357,7 +352,7 @@ class Guardian:
                 try:
                     port = self._judge.serve(address, token)
                 except OSError:
-                    # Not this host's own, as behind a relay.
+                    # Not an address of this host, as behind a relay.
                     address, port = None, self._judge.serve(None, token)
                 self._rank.send({"address": address, "port": port})
             elif "connect" in message:
@@ -371,7 +366,7 @@ class Guardian:
             self._selector.unregister(0)
 
     def _connect(self, host: str, port: int, token: str) -> None:
-        """Join the judge, who asks for the job's token, and do as it says."""
+        """Connect to the judge with the job's token, and follow its orders."""
         try:
             self._socket = socket.create_connection((host, port), timeout=self._about["silence"])
         except OSError as error:
@@ -386,26 +381,26 @@ class Guardian:
         for message in self._link.received():
             self._heard = time.monotonic()
             if "end" in message:
-                self._tell(message["end"], bool(message["show"]))
+                self._order(message["end"], bool(message["show"]))
         if not self._link.open:
             self._selector.unregister(self._socket)
             if not self._leaving:
                 self._give_up("the connection to rank 0's guardian was closed")
 
     def _look(self) -> None:
-        """Report the rank's state; end the rank where the judge, or the rank, has been silent for too long."""
+        """Report the rank's state; end the rank if the judge or the rank is overdue."""
         now = time.monotonic()
         if self._over:
             return
         if now - self._looked > 10 * TICK:
-            self._heard = now  # this host stood still itself
+            self._heard = now  # this host was suspended
         self._looked = now
-        # The guardian is the rank's child, and gets another parent when the rank dies; a pid could be given out again.
+        # The guardian is the rank's child: its parent changes when the rank dies, while a pid could be reused.
         if os.getppid() != self._about["pid"] or _zombie(self._about["pid"]) is not None:
             self._rank_ended(now)
-        elif self._told is not None:
-            if now - self._told_at > OBEYS:
-                # The rank exits by itself where it can: a thread of it calls os._exit. One that is stopped cannot.
+        elif self._ordered is not None:
+            if now - self._ordered_at > OBEYS:
+                # A thread of the rank calls os._exit, unless the rank is stopped.
                 os.kill(self._about["pid"], signal.SIGKILL)
         elif self._leaving:
             if self._about["launched"] and now - self._moved > LEAVES:
@@ -420,7 +415,7 @@ class Guardian:
             elif self._link is not None and now - self._heard > self._state["silence"]:
                 self._give_up(f"no message from rank 0's host for {now - self._heard:.0f} s")
             elif self._about["launched"] and not self._asked and _hung_up(2):
-                # Nobody reads the job's output: its launcher was killed, or the link to it is down. As SIGTERM by hand.
+                # The job's output has no reader: the launcher was killed, or its link is down. As SIGTERM by hand.
                 self._asked = True
                 self._rank.send({"stop": True})
 
@@ -428,42 +423,42 @@ class Guardian:
         stopped = _stat(self._about["pid"])[:1] == ["T"]
         self._stopped_since = (self._stopped_since or now) if stopped else None
         if stopped:
-            self._moved = now  # what it is stopped for has a limit of its own
-        # Not at each turn of the loop: rank 0's guardian wakes itself with what it sends to the judge.
+            self._moved = now  # a stop has its own limit
+        # Every TICK, not each iteration: rank 0's guardian wakes itself by its messages to the judge.
         if self._link is not None and now - self._reported >= TICK:
             self._reported = now
             since = self._stopped_since or now
             self._link.send({"state": {**self._state, "age": now - self._moved, "stopped": now - since}})
 
     def _rank_ended(self, now: float) -> None:
-        """Say how the rank ended, and stay for as long as the verdict may take to come."""
+        """Report the rank's exit, and stay until the judge has decided."""
         if self._ended is None:
             self._ended = now
-            if self._died is not None:  # readable from now on: this process would not sleep again
+            if self._died is not None:  # readable from now on: the loop would not sleep
                 self._selector.unregister(self._died)
             status = _zombie(self._about["pid"])
             if self._rank.open:
-                self._obey()  # its last words may have come together with the end
+                self._obey()  # its last messages
             how = "ended without a message (killed, crashed or out of memory)"
             if status:
                 ended = os.waitstatus_to_exitcode(status)
                 how = f"was ended by {signal.Signals(-ended).name}" if ended < 0 else f"exited with code {ended}"
-            if not self._leaving and self._told is None and status != 0:
+            if not self._leaving and self._ordered is None and status != 0:
                 self._report({"finding": [DIED, f"its process {how}"]})
             self._report({"gone": True})
         self._over = self._judge is not None or now - self._ended > TICK
 
     def _give_up(self, why: str) -> None:
-        if self._told is None and self._ended is None:
-            self._tell(CODES[LOST])
+        if self._ordered is None and self._ended is None:
+            self._order(CODES[LOST])
             with suppress(OSError):
-                os.set_blocking(2, False)  # the output may lead to a host that is gone
+                os.set_blocking(2, False)  # the output may lead to an unreachable host
                 line = escaped(f"error: {self._about['host']} (rank {self._about['rank']}) was ended: {why}")
                 print(f"\n{line}\n", file=sys.stderr, flush=True)
 
-    def _tell(self, code: int, show: bool = False) -> None:
-        if self._told is None:
-            self._told, self._told_at = code, time.monotonic()
+    def _order(self, code: int, show: bool = False) -> None:
+        if self._ordered is None:
+            self._ordered, self._ordered_at = code, time.monotonic()
             self._rank.send({"show": True, "end": code} if show else {"end": code})
 
     def _report(self, message: dict[str, Any]) -> None:
@@ -497,5 +492,5 @@ def _hung_up(descriptor: int) -> bool:
 
 if __name__ == "__main__":
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(ignored, signal.SIG_IGN)  # what ends the rank, politely or not, must find its guardian alive
+        signal.signal(ignored, signal.SIG_IGN)  # signals that end the rank must not end its guardian
     Guardian(json.loads(sys.argv[-1])).run()

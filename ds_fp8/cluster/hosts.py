@@ -1,4 +1,4 @@
-"""Hosts of a job: hostfiles, one line a host, `NAME slots=N`, as DeepSpeed's launcher reads them; names; ports."""
+"""Hosts of a job: hostfiles as of DeepSpeed's launcher (`NAME slots=N`, one line a host), host names, ports."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import psutil
 
 from ds_fp8.config.errors import UserError, clipped
 
-# What ssh, pdsh and a shell take for one name: no lists ([1-4] or commas), no options, no quoting. And fewer than 1,000
-# GPUs: more are a slip, and a launcher would start as many processes.
+# One name for ssh, pdsh and a shell: no lists ([1-4] or commas), options or quoting. At most 999 GPUs, against slips.
 _LINE = re.compile(r"((?:[A-Za-z0-9_.-]+@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*)\s+slots=([1-9][0-9]{0,2})")
 _REMEDY = 'write one line a host, its name as for ssh and its GPUs: "node1 slots=8"'
 
 
 def read_hostfile(path: str | os.PathLike) -> dict[str, int]:
-    """Return the GPUs of each host, or refuse a hostfile that DeepSpeed's launcher would fail at or misread."""
+    """Return the GPUs of each host; raise UserError for a hostfile that DeepSpeed's launcher would misread."""
     file, hosts = Path(path), {}
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
@@ -41,7 +40,7 @@ def read_hostfile(path: str | os.PathLike) -> dict[str, int]:
 
 
 def host_names() -> list[str]:
-    """Return the name of each rank's host as the hostfile has it; empty where DeepSpeed's launcher did not start us."""
+    """Return the host of each rank by the hostfile's name; [] without DeepSpeed's launcher."""
     try:
         launcher = psutil.Process().parent()
         arguments = launcher.cmdline() if launcher else []
@@ -53,7 +52,7 @@ def host_names() -> list[str]:
 
 
 def this_host() -> str:
-    """Return the name of this rank's host: the hostfile's where there is one, else the system's."""
+    """Return the name of this rank's host: the hostfile's, else the system's."""
     names, rank = host_names(), int(os.environ.get("RANK", "0"))
     return names[rank] if rank < len(names) else socket.gethostname()
 

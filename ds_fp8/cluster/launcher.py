@@ -1,4 +1,4 @@
-"""Starting a job: on the hosts of a hostfile or on this one, stopped by signals, and started again after a loss."""
+"""Start a job on this host or on those of a hostfile, pass signals on, restart it after a loss."""
 
 from __future__ import annotations
 
@@ -18,17 +18,14 @@ from ds_fp8.cluster.hosts import free_port, read_hostfile
 from ds_fp8.config.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR, UserError
 
 TRAIN = "ds_fp8.commands.train"
-STARTED_BY = "DS_FP8_STARTED_BY"
-"""Environment variable of a rank: the process that started it, whose end is a request to stop."""
-_OTHERS_END = 40.0
-"""Seconds in which guardians end the other ranks after one has failed; what is left then is killed."""
-_CONNECT = 10
-"""Seconds in which a host must answer ssh."""
+STARTED_BY = "DS_FP8_STARTED_BY"  # environment of a rank: the pid of its launcher, whose end asks the rank to stop
+_OTHERS_END = 40.0  # seconds for guardians to end the other ranks after a failure; then they are killed
+_CONNECT = 10  # seconds for a host to answer ssh
+# ssh ends 20 s after the last answer of a host; by default it waits for ever, and pdsh and deepspeed with it.
 _DEAD_LINK = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
-"""ssh ends by itself 20 s after a host falls silent; by default it waits for ever, and pdsh and deepspeed with it."""
 _SSH = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}")
+# Seconds before a restart: guardians on an unreachable host end their ranks after 30 s, ssh ends after 20.
 _SETTLE = 15.0
-"""Seconds before a restart: guardians on a host that was cut off end their ranks after 30 s, ssh after 20."""
 _PORT = 29500
 
 
@@ -36,10 +33,10 @@ _PORT = 29500
 
 
 def run_job(jobs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
-    """Run processes, each with its environment, until all have ended; SIGTERM, SIGINT and SIGHUP are passed on.
+    """Run processes, each with its environment, to their end; pass SIGTERM, SIGINT and SIGHUP on.
 
-    From the main thread alone. Returns an exit code of config.errors: EXIT_INTERRUPTED after a signal, but for a job
-    that was done in spite of it.
+    From the main thread alone. Returns an exit code of config.errors: EXIT_INTERRUPTED after a signal, unless the job
+    was done.
     """
     processes: list[subprocess.Popen] = []
     asked = False
@@ -50,7 +47,7 @@ def run_job(jobs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
         for process in processes:
             process.terminate()
 
-    # A signal that is ignored stays so: a shell starts background jobs with SIGINT ignored.
+    # Ignored signals stay ignored: shells start background jobs with SIGINT ignored.
     asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     ours = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in ours}
@@ -70,7 +67,7 @@ def run_job(jobs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen]) -> list[int]:
-    """Return the exit codes once all have ended, each on its own or, after one has failed, in _OTHERS_END seconds."""
+    """Return the exit codes of all processes; _OTHERS_END seconds after a failure the others are killed."""
     failed_at = None
     while None in [process.poll() for process in processes]:
         failed = any(process.returncode not in (None, EXIT_DONE, EXIT_INTERRUPTED) for process in processes)
@@ -83,15 +80,15 @@ def _wait(processes: Sequence[subprocess.Popen]) -> list[int]:
 
 
 def meaning(code: int) -> int:
-    """Return the exit code of a run for a process's, deepspeed's (the largest of all ranks and hosts), or ssh's own."""
+    """Return a run's exit code for that of a process, of deepspeed (the largest of all ranks), or of ssh."""
     if code in (EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED):
         return code
-    # 126 and 127: no such program on a host. Above: a signal, or ssh without a host.
+    # 126, 127: no such program on a host. Above: a signal, or ssh without a host.
     return EXIT_LOST if code == EXIT_LOST or code < 0 or code > 127 else EXIT_FAILED
 
 
 def with_restarts(start: Callable[[int], int], max_restarts: int, settle: float = 0.0) -> int:
-    """Run a job, `start(attempt)`, and up to `max_restarts` times again, after `settle` seconds, if it was lost."""
+    """Run a job, `start(attempt)`; restart it up to `max_restarts` times, after `settle` seconds, if it was lost."""
     if max_restarts < 0:
         problem = f"--max-restarts must be at least 0, got {max_restarts}"
         raise UserError(problem, key="--max-restarts", remedy="0 for none, or a number")
@@ -100,8 +97,7 @@ def with_restarts(start: Callable[[int], int], max_restarts: int, settle: float 
             time.sleep(settle)
             _say(f"restart {attempt} of {max_restarts}, from the last checkpoint")
         code = start(attempt)
-        # Only losses are worth another start: errors and mistakes would come again.
-        if code != EXIT_LOST:
+        if code != EXIT_LOST:  # errors and mistakes would come again
             break
     return code
 
@@ -130,7 +126,7 @@ def launch(
 ) -> int:
     """Run a script, or "--module" and a name, with its arguments on the hosts of a hostfile; returns an exit code.
 
-    It is run until it is done, has failed, or was lost too often. `options` are further ones of the deepspeed command.
+    options: of the deepspeed command.
     """
     hosts = list(read_hostfile(hostfile))
     for program in ("pdsh", "ssh"):
@@ -143,7 +139,7 @@ def launch(
     of_ssh = argparse.ArgumentParser(add_help=False)
     of_ssh.add_argument("--ssh_port")
     port = of_ssh.parse_known_args(options)[0].ssh_port
-    ssh = ["ssh", *shlex.split(append), *_SSH, *(["-p", port] if port else [])]  # as pdsh is told to call it
+    ssh = ["ssh", *shlex.split(append), *_SSH, *(["-p", port] if port else [])]  # as pdsh calls it
     environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
 
     def start(attempt: int) -> int:
@@ -153,10 +149,10 @@ def launch(
                 file=hostfile,
                 remedy=f"make `{shlex.join(ssh)} HOST true` work without a password, or take the host out",
             )
-        # --force_multi: a single host is not necessarily this one. A port that the user's options may change (of two
-        # the last counts): the last attempt's may still be taken.
+        # --force_multi: a single host may be another one. A new port each attempt: the last may still be in use; a port
+        # in the user's options comes later and wins.
         runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--force_multi"]
-        runner += ["--no_ssh_check"]  # it would ask without the user's arguments of ssh
+        runner += ["--no_ssh_check"]  # it would call ssh without the user's arguments
         runner += ["--master_port", str(_PORT + attempt), *options, script, *command[1:]]
         return run_job([(runner, environment)])
 
@@ -165,7 +161,7 @@ def launch(
 
 def _unreachable(hosts: Sequence[str], ssh: Sequence[str]) -> dict[str, str]:
     def ask(host: str) -> str | None:
-        # BatchMode: a host that asks for a password counts as silent, and does not wait for a terminal.
+        # BatchMode: a host that asks for a password counts as unreachable.
         command = [*ssh, host, "true"]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _CONNECT)
@@ -174,7 +170,7 @@ def _unreachable(hosts: Sequence[str], ssh: Sequence[str]) -> dict[str, str]:
         words = done.stderr.decode(errors="replace").strip().splitlines()
         return None if done.returncode == 0 else (words[-1] if words else f"exit code {done.returncode}")
 
-    # All hosts at once: silent ones cost ten seconds each.
+    # All hosts at once: an unreachable one takes ten seconds.
     with ThreadPoolExecutor(max_workers=64) as pool:
         answers = dict(zip(hosts, pool.map(ask, hosts), strict=True))
     return {name: reason for name, reason in answers.items() if reason is not None}
@@ -194,9 +190,9 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_launch_options(arguments: argparse.Namespace, local_restarts: bool = False) -> None:
-    """Refuse options that go with --hostfile alone, where there is none, and all of them on a rank.
+    """Raise UserError for options that need --hostfile without it, and for any of them on a rank.
 
-    With `local_restarts` --max-restarts also goes without --hostfile.
+    local_restarts: --max-restarts needs no --hostfile.
     """
     needs_hosts = {"--launcher-options": arguments.launcher_options}
     restarts = {"--max-restarts": arguments.max_restarts != 0}

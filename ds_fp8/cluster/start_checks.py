@@ -1,6 +1,6 @@
-"""Checks before the first step: every rank compares itself with rank 0, and a difference is an error within seconds.
+"""Checks before the first step: versions, configuration and files of all ranks must equal rank 0's.
 
-Compared are versions, configuration and files, each as a short text, and a file that rank 0 writes to the run folder.
+Each is compared as a short text. A file written by rank 0 must appear in the run folder on all hosts.
 """
 
 from __future__ import annotations
@@ -27,19 +27,15 @@ from ds_fp8.cluster.hosts import this_host
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat
 
-CLOCK_SECONDS = 5.0
-"""Clocks further apart than this are pointed out: times of files and logs would mislead."""
+CLOCK_SECONDS = 5.0  # a warning for clocks further apart: times of files and logs would mislead
+# A warning for a GPU with less than this share of the largest free memory: another process runs there.
 FREE_MEMORY = 0.9
-"""A GPU with less than this share of the freest one's free memory is pointed out: something else runs there."""
 MISSING = "missing"
-_SHARED_SECONDS = 5.0
-"""Seconds in which a file written on one host must be seen on another, as on NFS."""
+_SHARED_SECONDS = 5.0  # for a file written on one host to appear on another (NFS)
 _ROWS = 30
 _PACKAGES = ("torch", "deepspeed", "transformers", "triton", "datasets", "safetensors")
-_ENDS = 1 << 16
-"""Bytes of a file's head and of its tail that are compared; data files are too large to be read whole."""
-_FILES = 1000
-"""Files of a folder that are compared; the rest are counted."""
+_ENDS = 1 << 16  # bytes of a file's head and of its tail to compare
+_FILES = 1000  # files of a folder to compare; the rest are counted
 
 Facts = dict[str, str]
 
@@ -49,31 +45,27 @@ class Job:
     """Properties of the job that must be equal on all ranks, besides versions."""
 
     configuration: Mapping[str, Any]
-    file: Path
-    """File of the configuration."""
-    paths: Mapping[str, str]
-    """Local files or folders to read, by configuration key; a hub's names may be among them."""
-    run_dir: Path
-    """The folder that all hosts share."""
+    file: Path  # of the configuration
+    paths: Mapping[str, str]  # files, folders or names on a hub, by configuration key
+    run_dir: Path  # shared by all hosts
 
 
 def check_ranks(store: Store, job: Job | None = None) -> str:
     """Compare versions, configuration, files, free memory and clocks of all ranks. Collective.
 
-    Without a job versions and machines alone. Returns one line, or several with warnings, that says what was compared.
+    Without a job versions and machines alone. Returns a line on what was compared, followed by warnings.
     """
     started = time.monotonic()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # All look at their clocks when rank 0 says so.
     if rank == 0:
         store.set("clock", str(time.time()))
-    # `get` returns on all ranks as soon as rank 0 has written, within the latency of the network.
+    # All ranks read their clocks when `get` returns: within the network's latency after rank 0 has written.
     behind = time.time() - float(store.get("clock"))
     store.set(f"facts/{rank}", json.dumps(_about_this_rank(job) | {"clock": behind}))
     if rank == 0:
         every = [json.loads(value) for value in store.multi_get([f"facts/{number}" for number in range(world)])]
         store.set("compared", json.dumps([_difference(every), _warnings(every)]))
-    # Every rank raises the same error: none is left waiting in the first collective.
+    # All ranks raise the same error: none waits in the first collective.
     difference, warnings = json.loads(store.get("compared"))
     if difference:
         raise UserError(difference, remedy="make these the same on all hosts", file=job and job.file)
@@ -98,11 +90,11 @@ def _about_this_rank(job: Job | None) -> dict[str, Any]:
 
 
 def _difference(every: list[dict[str, Any]]) -> str:
-    """Return the facts in which ranks differ from rank 0, those of one difference together; "" if none do."""
+    """Return the differences from rank 0, ranks with equal ones together; "" if none."""
     reference = every[0]["facts"] | (every[0]["files"] or {})
     kinds: dict[tuple[str, ...], list[int]] = {}
     for rank, about in enumerate(every):
-        # Files are compared between hosts only; ranks that read none must not count as lacking them.
+        # Files are compared between hosts: ranks that have read none do not count.
         own = about["facts"] | (about["files"] or {})
         names = sorted(own.keys() | (reference if about["files"] is not None else every[0]["facts"]).keys())
         rows = [(name, reference.get(name, MISSING), own.get(name, MISSING)) for name in names]
@@ -131,11 +123,10 @@ def _warnings(every: list[dict[str, Any]]) -> list[str]:
 
 
 def _check_shared(store: Store, run_dir: Path) -> None:
-    """Raise UserError on all ranks if a file that rank 0 writes into the run folder is not seen on another host."""
+    """Raise UserError on all ranks if a file written by rank 0 does not appear in the run folder on all hosts."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     made: list[Path] = []
     if rank == 0:
-        # To be removed again: a check leaves no trace.
         made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
         probe = run_dir / f".shared-{uuid.uuid4().hex}"
         try:
@@ -167,7 +158,7 @@ def _check_shared(store: Store, run_dir: Path) -> None:
 
 
 def _appears(folder: Path, name: str) -> bool:
-    """Return whether a file appears in a folder within _SHARED_SECONDS. Listing it renews what NFS has cached."""
+    """Return whether a file appears in a folder within _SHARED_SECONDS; listing the folder renews NFS's cache."""
     deadline = time.monotonic() + _SHARED_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError):
@@ -217,8 +208,7 @@ def fingerprint(file: Path) -> str:
         with file.open("rb") as content:
             size = os.fstat(content.fileno()).st_size
             digest = hashlib.sha256(content.read(_ENDS))
-            # Appending and truncating change the tail, headers of formats the head; with the size that finds other
-            # files, not flipped bits.
+            # Size, head and tail find other files, not flipped bits.
             content.seek(max(0, size - _ENDS))
             digest.update(content.read(_ENDS))
     except FileNotFoundError:
@@ -231,7 +221,7 @@ def fingerprint(file: Path) -> str:
 def _source_digest() -> str:
     root = Path(ds_fp8.__file__).parent
     digest = hashlib.sha256()
-    # The sources and not the version: a checkout that was edited on one host has the same version.
+    # Sources, not the version: an edited checkout has the same version.
     for file in sorted(root.rglob("*.py")):
         digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return digest.hexdigest()[:8]

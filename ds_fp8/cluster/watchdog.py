@@ -1,8 +1,8 @@
-"""The rank's side of the watchdog: says that it makes progress, and ends when its guardian says so.
+"""The rank's side of the watchdog: reports progress to its guardian, and ends on the guardian's order.
 
-`ds-fp8 train` calls `start` at the beginning of a rank's process, `beat` wherever the job has moved, `fail` or `leave`
-at its end. A program of one's own has `join` in ds_fp8.initialize: nothing is known of its progress there, so that a
-rank that hangs without being stopped is left to the timeout of its process group.
+`ds-fp8 train` calls `start` at the beginning of a rank's process, `beat` after progress, `fail` or `leave` at the end.
+For other programs ds_fp8.initialize calls `join`: their progress is unknown, and a hanging rank that is not stopped is
+left to the timeout of its process group.
 """
 
 from __future__ import annotations
@@ -32,28 +32,24 @@ from ds_fp8.cluster.hosts import host_names, this_host
 from ds_fp8.config.errors import EXIT_LOST, UserError
 from ds_fp8.config.log import logger
 
-DEFAULT_TIMEOUT = 300.0
-"""Seconds without progress that end a job, until `set_timeout` is told train.timeout."""
+DEFAULT_TIMEOUT = 300.0  # seconds without progress that end a job, before `set_timeout` by train.timeout
+# Environment: seconds for which a rank of another program may be stopped; 0: no guardians.
 VARIABLE = "DS_FP8_TIMEOUT"
-"""Of the environment: seconds for which a rank may be stopped in a program of one's own; 0 for no guardians."""
-SLOW = 6
-"""Multiple of the timeout that slow phases get: preparing data and model, the first step, saving."""
+SLOW = 6  # multiple of the timeout in slow phases: preparing data and model, the first step, saving
+# Seconds without a message after which a host counts as lost: half the timeout, within these limits.
 MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
-"""Seconds without a word from a host after which it counts as lost: half the timeout within these limits."""
-_MEETING = 10.0
-"""Seconds that a program of one's own waits for all guardians to have met."""
-_VERDICT = 20.0
-"""Seconds in which the guardian answers a rank that failed."""
+_MEETING = 10.0  # seconds that `join` waits for all guardians to connect
+_VERDICT = 20.0  # seconds for the guardian's answer to a failed rank
 _FRAMES = 8
 
 _watchdog: _Watchdog | None = None
 
 
 def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
-    """Start this rank's guardian, introduce it to that of rank 0, and wait for all ranks. Collective.
+    """Start this rank's guardian, connect it to rank 0's, and wait for all ranks. Collective.
 
-    Every rank must arrive in `timeout` seconds. Returns a store that all ranks share, without any process group; None
-    in a world of one, which has no guardian.
+    Every rank must arrive within `timeout` seconds. Returns a store of all ranks, without a process group; None for one
+    rank, which has no guardian.
     """
     global _watchdog
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -61,21 +57,21 @@ def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
         return None
     _watchdog = _Watchdog(rank, world, timeout, launched=True)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    # torchrun keeps its store over restarts: the keys of the attempt before must not be found.
+    # torchrun keeps its store over restarts: keys have the number of the attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # The process group meets at the same address later: multi_tenant lets both use one server.
+    # multi_tenant: the process group uses the same server later.
     store = torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and not agent,
-        timeout=timedelta(seconds=2 * timeout),  # the judge names who is missing before
+        timeout=timedelta(seconds=2 * timeout),  # the judge reports missing ranks before
         wait_for_workers=False,
         multi_tenant=True,
     )
     store = torch.distributed.PrefixStore(f"ds_fp8/{attempt}", store)
     _watchdog.store = store  # rank 0's is the server
     _watchdog.meet(store)
-    # An atomic counter: exactly one rank, the last, opens the gate that all wait at.
+    # An atomic counter: the last rank opens the gate.
     if store.add("arrived", 1) == world:
         store.set("complete", "")
     store.get("complete")
@@ -83,7 +79,7 @@ def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
 
 
 def join() -> None:
-    """Give this rank of a program of one's own a guardian, unless it has one or there is no process group yet."""
+    """Start a guardian for this rank of another program, unless it has one or there is no process group."""
     global _watchdog
     try:
         limit = float(os.environ.get(VARIABLE, DEFAULT_TIMEOUT))
@@ -95,7 +91,7 @@ def join() -> None:
     if world == 1:
         return
     try:
-        # A connection of its own: a thread that waits on the group's would keep the main thread from it.
+        # Cloned: a thread that waits on the group's connection would block the main thread's use of it.
         store = torch.distributed.distributed_c10d._get_default_store().clone()
     except (AttributeError, RuntimeError) as error:
         logger.info("note: a rank that is lost is found by collectives' timeouts alone (%s)", error)
@@ -111,13 +107,13 @@ def join() -> None:
         watchdog.failed(error)
 
     sys.excepthook = hook
-    # By multiprocessing: also in a process of its, which runs no functions of atexit.
+    # multiprocessing's atexit: its child processes run no functions of atexit.
     Finalize(None, _at_exit, exitpriority=0)
-    meeting.join(_MEETING)  # a rank that fails after it ends the others
+    meeting.join(_MEETING)  # from here on a failed rank ends the others
 
 
 def _at_exit() -> None:
-    error = sys.exc_info()[1]  # of a process of multiprocessing, which has no sys.excepthook
+    error = sys.exc_info()[1]  # in a process of multiprocessing, without sys.excepthook
     if error is not None:
         _watchdog.failed(error)
     leave()
@@ -129,35 +125,32 @@ def set_timeout(seconds: float) -> None:
 
 
 def slowest() -> float | None:
-    """Return seconds that no wait of a healthy job exceeds, for collectives' own timeout; None without a guardian."""
+    """Return an upper bound of waits in a healthy job, in seconds, for the timeout of collectives; None unguarded."""
     return None if _watchdog is None else (SLOW + 1) * _watchdog.timeout
 
 
 def beat(doing: str, slow: bool = False) -> None:
-    """Say that the job has moved, and what comes next; it may take SLOW times the timeout if it is `slow`."""
+    """Report progress and the next phase; a `slow` one may take SLOW times the timeout."""
     if _watchdog is not None and _watchdog.launched:
         timeout = _watchdog.timeout
         patience = timeout * (SLOW if slow else 1)
-        _watchdog.tell({"doing": doing, "patience": patience, "limit": timeout, "silence": _silence(timeout)})
+        _watchdog.send({"doing": doing, "patience": patience, "limit": timeout, "silence": _silence(timeout)})
 
 
 def fail(kind: str, text: str, code: int) -> None:
-    """Report what ended this rank, a finding of the guardian's, and exit as the job's judge decides, or with `code`.
-
-    Returns only without a guardian.
-    """
+    """Report the failure of this rank and exit as the judge decides, or with `code`; return without a guardian."""
     if _watchdog is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        _watchdog.tell({"finding": [kind, text]})
+        _watchdog.send({"finding": [kind, text]})
         time.sleep(_VERDICT)
-        # Without cleaning up: atexit handlers and destructors of process groups may wait for ranks that are gone.
+        # Without cleanup: atexit handlers and process groups may wait for lost ranks.
         os._exit(code)
 
 
 def leave() -> None:
     if _watchdog is not None:
-        _watchdog.tell({"leaving": True})
+        _watchdog.send({"leaving": True})
 
 
 def _silence(timeout: float) -> float:
@@ -183,7 +176,7 @@ class _Watchdog:
             "launched": launched,
         }
         self._guardian = subprocess.Popen(
-            # Alone with the standard library, and out of reach of PYTHONPATH and the working folder.
+            # The standard library alone, without PYTHONPATH and the working folder.
             [sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")), json.dumps(about)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -191,17 +184,17 @@ class _Watchdog:
         )
 
     def meet(self, store: torch.distributed.Store) -> None:
-        """Meet the guardian of rank 0, whose address the store has."""
+        """Connect to the guardian of rank 0, at the address in the store."""
         master = os.environ.get("MASTER_ADDR", "")
         if self._rank == 0:
             token = secrets.token_hex(16)
-            self.tell({"serve": [_address_of_all(master, self._world), token]})
+            self.send({"serve": [_address_of_all(master, self._world), token]})
             served = json.loads(self._guardian.stdout.readline())
             store.set("ds_fp8/guardian", json.dumps([served["address"], served["port"], token]))
         address, port, token = json.loads(store.get("ds_fp8/guardian"))
-        # From here on a guardian that hangs must not block training.
+        # From here on a hanging guardian must not block training.
         os.set_blocking(self._guardian.stdin.fileno(), False)
-        self.tell({"connect": [address or ("127.0.0.1" if self._rank == 0 else master), port, token]})
+        self.send({"connect": [address or ("127.0.0.1" if self._rank == 0 else master), port, token]})
         threading.Thread(target=self._obey, name="guardian", daemon=True).start()
 
     def meet_all(self, store: torch.distributed.Store) -> None:
@@ -211,16 +204,15 @@ class _Watchdog:
                 store.set("ds_fp8/all_met", "")
             store.get("ds_fp8/all_met")
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Write to the guardian; a pipe that is full, or has no reader any more, is the other thread's business."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Write to the guardian; the other thread handles a pipe that is full or without a reader."""
         with suppress(OSError):
             os.write(self._guardian.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def failed(self, error: BaseException) -> None:
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
-            told = error.problem if isinstance(error, UserError) else str(error)
-            text = told.strip().splitlines() or [""]
-            self.tell({"finding": [ERROR, f"{type(error).__name__}: {text[0]}"]})
+            text = (error.problem if isinstance(error, UserError) else str(error)).strip().splitlines() or [""]
+            self.send({"finding": [ERROR, f"{type(error).__name__}: {text[0]}"]})
 
     def _obey(self) -> None:
         orders: dict[str, Callable[[Any], None]] = {
@@ -231,10 +223,10 @@ class _Watchdog:
         for line in self._guardian.stdout:
             for order, value in json.loads(line).items():
                 orders[order](value)
-        os._exit(EXIT_LOST)  # without a guardian nothing would end this rank
+        os._exit(EXIT_LOST)  # nothing else would end a rank without a guardian
 
     def _show(self) -> None:
-        """Print where the main thread is: one line in a collective, its stack where the others wait for it."""
+        """Print the place of the main thread: one line in a collective, else its stack."""
         frames = traceback.extract_stack(sys._current_frames()[self._main])[-_FRAMES:]
         inside = ("/torch/distributed/", "/deepspeed/comm/")
         waits = any(part in frame.filename for frame in frames[-4:] for part in inside)
@@ -244,7 +236,7 @@ class _Watchdog:
 
 
 def _address_of_all(master: str, world: int) -> str | None:
-    """Return the address of rank 0's host that all ranks use, None where hosts may resolve a name in different ways."""
+    """Return the address of rank 0's host for all ranks, None if hosts may resolve its name differently."""
     if (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")) == str(world):
         return "127.0.0.1"
     try:

@@ -10,7 +10,7 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.engine.health import Health, check_labels
-from ds_fp8.engine.model import leave_out_caches, score_all_positions
+from ds_fp8.engine.model import default_to_no_cache, score_all_positions
 from ds_fp8.engine.state import CHECKPOINT_KEY, FP8State
 from ds_fp8.graphs.conditions import why_no_graphs
 from ds_fp8.graphs.driver import GraphDriver
@@ -83,7 +83,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
     if sharded and has_optimizer(engine):
         hooks.reduce_scatter = _reduction(state)
     if state.conversion is not None:
-        leave_out_caches(engine)
+        default_to_no_cache(engine)
         if state.plans.step.graph != "off":
             score_all_positions(engine)
         # Last of the parts: it asks them for reasons against graphs, and wraps the call of the module that includes

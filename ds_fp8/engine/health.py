@@ -1,4 +1,4 @@
-"""FP8 health of an engine: measure casts, name layers that degrade and, if configured, move them to BF16."""
+"""FP8 health of an engine: measure quantization errors, report degraded layers and, on request, move them to BF16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from torch import nn
 
 from ds_fp8.casts import QuantizedTensor, cast, quantize
 from ds_fp8.config.errors import UserError
@@ -38,13 +37,13 @@ class HealthReport:
     """Result of one measured step, the same on all ranks."""
 
     measurement: Measurement
-    degraded: list[Degradation]  # thresholds crossed with this measurement
-    moved: list[str]  # layers that go on in BF16 because of it
-    routing: RoutingMeasurement | None = None  # router statistics of a model with experts
+    degraded: list[Degradation]  # thresholds crossed by this measurement
+    moved: list[str]  # layers moved to BF16 for it
+    routing: RoutingMeasurement | None = None  # of a model with experts
 
 
 def check_labels(group: object = None) -> None:
-    """Raise UserError on all ranks of a group where one has seen labels outside the vocabulary. Collective."""
+    """Raise UserError on all ranks of a group if one has had labels outside the vocabulary. Collective."""
     reason = reason_of_any(take_outside(), group)
     if reason is not None:
         raise UserError(
@@ -55,7 +54,7 @@ def check_labels(group: object = None) -> None:
 
 
 class Health:
-    """Follows an engine. `last` is what the last measured step showed, `layers_in_bf16` all layers moved so far."""
+    """Health of one engine: `last`, the report of the last measured step; `layers_in_bf16`, all layers moved so far."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, plan: StepPlan):
         self.last: HealthReport | None = None
@@ -64,17 +63,16 @@ class Health:
         self.warn: Callable[[str], None] = logger.warning
         self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: ReduceScatter | None = None
-        self.on_move: Callable[[], None] = lambda: None  # called when a layer has moved to BF16
+        self.on_move: Callable[[], None] = lambda: None  # called after each move to BF16
         self._model, self._monitor, self._plan = engine.module, monitor, plan
         self._device = engine.device
         self._thresholds = Thresholds(plan.min_snr_db)
-        linears = {name: module for name, module in engine.module.named_modules() if isinstance(module, FP8Linear)}
-        # By id, since a Parameter compares element by element. The model keeps its parameters alive, so ids stay
-        # unique.
-        self._site_of = {id(linear.weight): linear.recipe.site for linear in linears.values()}
-        experts = [module for module in engine.module.modules() if isinstance(module, FP8Experts)]
-        weights_of_experts = [weight for module in experts for weight in module.recipes_of_weights()]
-        self._site_of |= {id(weight): recipe.site for weight, recipe in weights_of_experts}
+        modules = list(engine.module.modules())
+        recipes = [(module.weight, module.recipe) for module in modules if isinstance(module, FP8Linear)]
+        for module in modules:
+            recipes += module.recipes_of_weights() if isinstance(module, FP8Experts) else ()
+        # By id: Parameters compare element by element, and the model keeps them alive.
+        self._site_of = {id(weight): recipe.site for weight, recipe in recipes}
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._site_of_gradient = {self._name_of[weight]: site for weight, site in self._site_of.items()}
         sites = list(sites_of(engine.module))
@@ -84,33 +82,35 @@ class Health:
         self._add_over_ranks = functools.partial(_add_over_ranks, group)
         for outliers in self._outliers.values():
             outliers.add_over_ranks = self._add_over_ranks
-        over_all_ranks = functools.partial(_over_all_ranks, group)
         self.routing = _watch_routing(engine, monitor, self._add_over_ranks)
+        over_all_ranks = functools.partial(_over_all_ranks, group)
         monitor.attach(engine.module, dict.fromkeys(self._site_of.values()), engine.device, over_all_ranks)
 
     def observe_gradient(self, gradient: torch.Tensor, name: str, scale: torch.Tensor | None) -> None:
-        """Count the cast of a weight's gradient on its way to the other ranks, rounded to nearest, in whole groups."""
+        """Measure the quantization of a weight's gradient for the reduce-scatter, rounded to nearest."""
         if not self._monitor.active or name not in self._site_of_gradient:
             return
         flat, format = gradient.flatten(), self._plan.reduction.format
-        # A ragged last group counts for nothing in a measurement.
-        groups = flat[: flat.numel() // BLOCK * BLOCK].view(-1, BLOCK)
+        groups = flat[: flat.numel() // BLOCK * BLOCK].view(-1, BLOCK)  # without a ragged last group
         if scale is None:
             quantized = quantize(groups, format, "1x128", "pow2")
         else:
-            codes = cast(groups, scale, format, "tensor").view(torch.uint8)
-            quantized = QuantizedTensor.of_bytes(codes, scale, CastSpec(format, "tensor", "fp32"))
+            data = cast(groups, scale, format, "tensor").view(torch.uint8)
+            quantized = QuantizedTensor.of_bytes(data, scale, CastSpec(format, "tensor", "fp32"))
         self._monitor.observe("grad_weight", groups, quantized, self._site_of_gradient[name])
 
     def end_step(self) -> None:
-        """Close an optimizer step; after a measured one warn, and move layers, where there is cause. Collective."""
+        """End an optimizer step; after a measured one warn of degraded layers, and move them. Collective."""
         if self._monitor.active and self.weights is not None:
-            self.weights.observe(self._observe_weight)
+            observe = self._monitor.observe
+            self.weights.observe(
+                lambda weight, rows, cast, n: observe("weight", rows, cast, self._site_of[id(weight)], n)
+            )
         measurement = self._monitor.end_step()
         if measurement is None:
             return
         routing = None if self.routing is None else self.routing.take()
-        # After the measurement, which belongs to the channels of before; the next forward multiplies the new ones.
+        # After the measurement, of the old channels; the next forward uses the new ones.
         if look_again(self._outliers.values(), self._add_over_ranks):
             self._write_residuals(but_fixed=True)
         degraded = self._thresholds.check(measurement)
@@ -119,13 +119,12 @@ class Health:
         moved = []
         if self._plan.falls_back:
             moved = list(dict.fromkeys(layer_of(self._model, degradation.site) for degradation in degraded))
-            # A fused layer has several sites: each may have crossed a threshold.
-            moved = [layer for layer in moved if layer not in self.layers_in_bf16]
+            moved = [layer for layer in moved if layer not in self.layers_in_bf16]  # a fused layer has several sites
             self.move_to_bf16(moved)
         self.last = HealthReport(measurement, degraded, moved, routing)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the layers moved to BF16 and the monitor's counters, in plain values; the same on all ranks."""
+        """Return the layers moved to BF16 and the monitor's counters, as plain values; the same on all ranks."""
         return {
             "layers_in_bf16": list(self.layers_in_bf16),
             "excluded_by_filter": [name for name, module in self._model.named_modules() if is_excluded(module)],
@@ -138,17 +137,17 @@ class Health:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned; what it lacks starts afresh. Between steps, on all ranks.
+        """Load a state_dict(); missing parts are reset. Between steps, on all ranks.
 
-        Layers that have moved to BF16 meanwhile stay there.
+        Layers moved to BF16 since then stay in BF16.
         """
         self.move_to_bf16(state.get("layers_in_bf16", ()))
         modules = dict(self._model.named_modules())
-        cast = [name for name in state.get("excluded_by_filter", ()) if isinstance(modules.get(name), FP8Linear)]
-        if cast:
+        in_fp8 = [name for name in state.get("excluded_by_filter", ()) if isinstance(modules.get(name), FP8Linear)]
+        if in_fp8:
             self.warn(
-                f"warning: a filter left {len(cast)} layers in BF16 when the checkpoint was written, and they are in "
-                f"FP8 now ({cast[0]}): call ds_fp8.convert with the same filter before initialize"
+                f"warning: a filter left {len(in_fp8)} layers in BF16 when the checkpoint was written, and they are in "
+                f"FP8 now ({in_fp8[0]}): call ds_fp8.convert with the same filter before initialize"
             )
         saved = {name: found for name, found in state.get("outlier_channels", {}).items() if name in self._outliers}
         left = [
@@ -166,13 +165,13 @@ class Health:
         self._thresholds.load_state_dict(state.get("monitor", {}))
 
     def move_to_bf16(self, layers: Iterable[str]) -> None:
-        """Let layers, by their names, go on in BF16, their gathers and gradients too. Between steps, on all ranks.
+        """Disable FP8 (GEMM, all-gather, reduce-scatter) of layers, by name. Between steps, on all ranks.
 
-        Layers that are not in FP8 stay as they are; a warning names those that the model does not have.
+        Layers in BF16 are unchanged; a warning names layers that the model lacks.
         """
         modules, layers = dict(self._model.named_modules()), list(layers)
         if missing := [name for name in layers if name not in modules]:
-            # As of a checkpoint from before adapters were added or merged.
+            # For example from a checkpoint before adapters were added or merged.
             self.warn(
                 f"warning: {len(missing)} layers that were in BF16 are not in this model, and nothing is moved for "
                 f"them: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
@@ -182,8 +181,6 @@ class Health:
             if not weights:
                 continue
             if self.weights is not None:
-                # Both sides leave FP8 together: a layer in BF16 reads BF16 weights, and its gradient needs no cast any
-                # more.
                 self.weights.leave_fp8(weights)
             if self.gradient_reduce is not None:
                 self.gradient_reduce.leave_fp8(self._name_of[id(weight)] for weight in weights)
@@ -195,19 +192,16 @@ class Health:
         if self.weights is not None:
             self.weights.write_residuals(but_fixed=but_fixed)
 
-    def _observe_weight(self, weight: nn.Parameter, rows: torch.Tensor, cast: QuantizedTensor, elements: int) -> None:
-        self._monitor.observe("weight", rows, cast, self._site_of[id(weight)], elements)
-
 
 def _watch_routing(
     engine: deepspeed.DeepSpeedEngine, monitor: CastMonitor, add_over_ranks: Callable[[torch.Tensor], None]
 ) -> RoutingMonitor | None:
-    """Count the tokens of a model's experts on measured steps, until the engine is destroyed; None without experts."""
+    """Count the tokens of experts on measured steps, until engine.destroy(); None without experts."""
     experts = mixtures(engine.module)
     if not monitor.every or not experts:
         return None
-    numbers = {name: module.num_experts for name, module in experts.items()}
-    routing = RoutingMonitor(monitor, numbers, engine.device, add_over_ranks)
+    counts = {name: module.num_experts for name, module in experts.items()}
+    routing = RoutingMonitor(monitor, counts, engine.device, add_over_ranks)
     for layer, module in enumerate(experts.values()):
         observe = functools.partial(routing.observe, layer)
         on_destroy(engine, module.register_forward_pre_hook(observe, with_kwargs=True).remove)
@@ -217,7 +211,7 @@ def _watch_routing(
 
 def _add_over_ranks(group: object, sums: torch.Tensor) -> None:
     dist.all_reduce(sums, group=group)
-    # What follows is decided by every rank for itself: not one bit may differ.
+    # An all-reduce may differ between ranks in the last bit, and each rank decides by itself.
     dist.broadcast(sums, dist.get_global_rank(group, 0), group=group)
 
 

@@ -39,7 +39,7 @@ from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.attention.cudnn import load_cudnn
-from ds_fp8.layers.attention.kept import keep_attention
+from ds_fp8.layers.attention.selective_checkpointing import keep_attention
 from ds_fp8.layers.convert import Conversion
 from ds_fp8.layers.convert import convert as convert_layers
 from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies

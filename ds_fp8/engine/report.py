@@ -1,6 +1,6 @@
-"""The start report: every parameter, in FP8 or in BF16 and why, the bytes that follow, what is slow; and its panel.
+"""The start report: parameters in FP8 and in BF16 with the reason, bytes, notes on speed; and its panel.
 
-The panel has ten lines, or with "report": "full" all that is known.
+The panel has ten lines, or with "report": "full" all of the report.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ from ds_fp8.zero.deepspeed.parameters import full_shape, is_partitioned, untrain
 from ds_fp8.zero.hosts import why_flat
 
 MEASURED = "one H200, 2026-11-22"
+# Hidden size -> fewest measured tokens of a micro-batch with which a fused decoder layer of infir2 was faster than
+# transformers' in BF16, both eager (docs/performance.md, "Where FP8 pays"). In CUDA graphs FP8 was faster at all sizes.
 BREAK_EVEN = {512: 16384, 1024: 16384, 2048: 8192, 4096: 2048}
-"""Hidden size -> the fewest tokens of a micro-batch, of those measured, with which a fused decoder layer of infir2 took
-less time than transformers' in BF16, both launched by Python (docs/performance.md, "Where FP8 pays"). As CUDA graphs
-FP8 layers were faster at every size."""
 
 
 def why_slow(linears: list[FP8Linear], tokens: int | None) -> str | None:
-    """Return a note where Python launches layers of this size, with so many tokens (None: not known), slower than BF16.
+    """Return a note if eager FP8 layers of this size, with so many tokens (None: unknown), are slower than in BF16.
 
-    Between two measured sizes the smaller one's answer holds.
+    Sizes between two measured ones count as the smaller.
     """
     features = sorted(linear.in_features for linear in linears)
     if not features:
         return None
-    hidden = features[len(features) // 2]  # the median is the hidden size, but for odd models
+    hidden = features[len(features) // 2]  # the median: the hidden size of most models
     needed = next((count for size, count in reversed(BREAK_EVEN.items()) if size <= hidden), None)
     if needed is None:
         return (
@@ -67,27 +66,25 @@ def why_slow(linears: list[FP8Linear], tokens: int | None) -> str | None:
     )
 
 
-EXPERTS = "experts"  # beginning of the reasons of experts that stay in BF16
-NOT_GATHERED = "which only ZeRO-3 gathers in FP8, and not those below its persistence threshold"
+EXPERTS = "experts"  # prefix of the reasons of experts in BF16
+NOT_GATHERED = "which ZeRO-3 alone all-gathers in FP8, and not those below its persistence threshold"
 LITTLE = 1 / 3  # share of the parameters in FP8 below which the start report warns
 
 
 def coverage(
     model: nn.Module, left: Mapping[str, str], gathers: Callable[[nn.Parameter], bool] = lambda parameter: False
 ) -> dict[str, Any]:
-    """Count the parameters of a converted model, partitioned or not; shared ones once.
+    """Count the parameters of a converted model, sharded or not; tied ones once.
 
-    `left` has the reason of each linear and weight of experts that was not converted, by name. Experts that are
-    gathered in FP8 and decoded where they are multiplied have an entry of their own. What is kept in BF16 is in the
-    order of experts first, whatever their size, then the most parameters.
+    `left`: reasons of linears and weights of experts in BF16, by name. `gathers`: whether a weight of experts is
+    all-gathered in FP8. Parameters in BF16 are grouped by reason: experts first, then by size.
     """
     kept: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()
     total = in_fp8 = gathered = 0
     for owner_name, owner in model.named_modules():
         for own_name, parameter in owner.named_parameters(recurse=False):
-            # Tied weights appear under every owner's name.
-            if id(parameter) in seen:
+            if id(parameter) in seen:  # tied
                 continue
             seen.add(id(parameter))
             shape = full_shape(parameter)
@@ -129,12 +126,11 @@ def _reason(name: str, owner: nn.Module, shape: torch.Size, left: Mapping[str, s
 
 
 def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int | None) -> dict[str, Any]:
-    """Return facts about an initialised engine, ready for JSON. Counts are of the whole model; bytes as their keys say.
+    """Return facts about an initialised engine, ready for JSON. Counts are of the unsharded model; bytes as named.
 
-    `tokens` are those of a micro-batch on one GPU, None where that is not known.
+    tokens: of a micro-batch on one GPU, None if unknown.
     """
-    parameters = list(engine.module.parameters())
-    total = sum(math.prod(full_shape(p)) for p in parameters)
+    total = sum(math.prod(full_shape(p)) for p in engine.module.parameters())
     report: dict[str, Any] = {
         "enabled": state.conversion is not None,
         "deepspeed": deepspeed.__version__,
@@ -148,15 +144,18 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         return report
 
     linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
-    gather = state.weights
-    left = state.conversion.left | state.conversion.experts.left
-    covered = coverage(engine.module, left, gather.in_fp8 if gather is not None else lambda parameter: False)
-    weights = [linear.weight for linear in linears if is_partitioned(linear.weight)]
-    gathered = [weight for weight in weights if gather is not None and gather.in_fp8(weight)]
-    # Whole shapes: a partitioned parameter's own shape is that of an empty tensor.
+    fp8, group, conversion, recipe = state.config, state.weights, state.conversion, state.conversion.recipe
+    fusion, experts, precision = conversion.fusion, conversion.experts, fp8.optimizer.precision()
+    left = conversion.left | experts.left
+    covered = coverage(engine.module, left, group.in_fp8 if group is not None else lambda parameter: False)
+    sharded = [m.weight for m in linears if is_partitioned(m.weight)]
+    gathered = [weight for weight in sharded if group is not None and group.in_fp8(weight)]
     gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered["fp8_gathered_experts"]
-    fp8, recipe = state.config, state.conversion.recipe
-    precision = fp8.optimizer.precision()
+    in_fp8 = "FP8 data (the output's gradient bf16) of attention in FP8, bf16 of the rest"
+    exchange = "bf16" if conversion.attention is None else in_fp8
+    basic = getattr(engine, "basic_optimizer", None)
+    optimizer = NO_OPTIMIZER if basic is None else type(basic).__name__
+    graphs = f"after {EAGER_STEPS} micro-batches of a shape, compared with Python now and then"
     report |= {
         "preset": fp8.preset_name,
         "preset_reason": state.preset_reason,
@@ -170,88 +169,90 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fp8_linears": len(linears),
         **covered,
         "left_in_bf16": left,
-        "experts_multiplied_in_fp8": len(state.conversion.experts.multiplied),
-        "experts_decoded": state.conversion.experts.decoded,
-        "experts_with_adapters": len(state.conversion.experts.adapted),
-        "fused_layers": len(state.conversion.fusion.layers),
-        "fused_attention_halves": len(state.conversion.fusion.attention_halves),
-        "fused_mlps": len(state.conversion.fusion.mlps),
-        "not_fused": state.conversion.fusion.left,
-        **_attention(state.conversion.attention),
-        "attention_exchange": _exchange(state.conversion.attention, engine.sequence_parallel_size),
-        "param_gather": fp8.param_gather.format if state.weights else "bf16",
-        "param_transport": state.weights.transport.description if state.weights else "by collectives",
+        "experts_multiplied_in_fp8": len(experts.multiplied),
+        "experts_decoded": experts.decoded,
+        "experts_with_adapters": len(experts.adapted),
+        "fused_layers": len(fusion.layers),
+        "fused_attention_halves": len(fusion.attention_halves),
+        "fused_mlps": len(fusion.mlps),
+        "not_fused": fusion.left,
+        **_attention(conversion.attention),
+        "attention_exchange": None if engine.sequence_parallel_size == 1 else exchange,
+        "param_gather": fp8.param_gather.format if group else "bf16",
+        "param_transport": group.transport.description if group else "by collectives",
         "fp8_gathered_parameters": gathered_count,
-        "fp8_shard_bytes_per_rank": state.weights.nbytes if state.weights else 0,
-        "frozen_weights_with_bf16": None if gather is None else gather.frozen_with_bf16(),
-        "frozen_weights_whole": 0 if gather is None else gather.kept_numel,
-        "gathered_bytes_per_parameter": (2 * total - gathered_count - (gather.kept_numel if gather else 0)) / total,
+        "fp8_shard_bytes_per_rank": group.nbytes if group else 0,
+        "frozen_weights_with_bf16": None if group is None else group.frozen_with_bf16(),
+        "frozen_weights_whole": 0 if group is None else group.kept_numel,
+        "gathered_bytes_per_parameter": (2 * total - gathered_count - (group.kept_numel if group else 0)) / total,
         "grad_reduce": fp8.grad_reduce.format,
         "grad_scale": fp8.grad_reduce.scale,
         "hosts": state.hosts.count,
         "ranks_of_hosts": str(state.hosts),
         "grad_hierarchy": _hierarchy(state),
-        "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else _name_of_optimizer(engine),
+        "optimizer": "ds_fp8.optim.AdamW" if state.optimizer else optimizer,
         "optimizer_step": "ds_fp8" if state.step else f"DeepSpeed's: {state.why_no_step}",
-        "graphs": f"off: {state.why_no_graphs}"
-        if state.why_no_graphs
-        else f"after {EAGER_STEPS} micro-steps of a shape, compared with Python now and then",
+        "graphs": f"off: {state.why_no_graphs}" if state.why_no_graphs else graphs,
         "optimizer_state": fp8.optimizer.model_dump(),
         "stochastic_parts": list(precision.stochastic_parts) if precision.compressed else [],
         "moment_bytes_per_parameter": moment_bytes(precision),
         "loss": state.loss.description if state.loss else "the model's own",
         "monitor": {**fp8.monitor.model_dump(), "every": state.monitor.every},
-        # The list itself: what is written of this report after training names the layers that moved on the way.
-        "moved_to_bf16": state.health.layers_in_bf16,
-        "notes": [],
+        "moved_to_bf16": state.health.layers_in_bf16,  # the list itself: training appends to it
     }
-    report["notes"] += _notes(engine, state, report, tokens)
-    return report
+    return report | {"notes": list(_notes(engine, state, report, linears, tokens))}
 
 
 def _notes(
-    engine: deepspeed.DeepSpeedEngine, state: FP8State, report: dict[str, Any], tokens: int | None
+    engine: deepspeed.DeepSpeedEngine,
+    state: FP8State,
+    report: Mapping[str, Any],
+    linears: list[FP8Linear],
+    tokens: int | None,
 ) -> Iterator[str]:
-    """Yield what a user may want to change, from the facts of a report."""
-    linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    group, total = state.weights, report["parameters"]
     if state.plans.group.gathers:
-        partitioned = [linear.weight for linear in linears if is_partitioned(linear.weight)]
-        if whole := len(linears) - len(partitioned):
+        sharded = [linear.weight for linear in linears if is_partitioned(linear.weight)]
+        if persistent := len(linears) - len(sharded):
             yield (
-                f"{whole} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps their "
-                "weights whole in BF16, and they are cast when used"
+                f"{persistent} FP8 linears have fewer elements than stage3_param_persistence_threshold: ZeRO-3 keeps "
+                "their weights unsharded in BF16, and they are quantized when used"
             )
-        if read := sum(state.weights is None or not state.weights.in_fp8(weight) for weight in partitioned):
-            yield f"the weights of {read} FP8 linears are gathered in BF16, because other modules read them"
+        if in_bf16 := sum(group is None or not group.in_fp8(weight) for weight in sharded):
+            yield f"the weights of {in_bf16} FP8 linears are all-gathered in BF16, because other modules read them"
     if untrained := untrained_parameters(engine):
-        yield _forgotten(untrained)
-    in_fp8 = report["fp8_parameters"] + report["fp8_gathered_experts"]
+        count = "1 parameter that requires" if len(untrained) == 1 else f"{len(untrained)} parameters that require"
+        yield (
+            f"the optimizer lacks {count} gradients, {untrained[0]}{' among them' * (len(untrained) > 1)}: unsharded "
+            "gradients are computed and kept on every rank; to train them pass them in model_parameters, otherwise "
+            "requires_grad_(False)"
+        )
     if not linears and not report["fp8_gathered_experts"]:
         yield "no linear layer is in FP8: fp8.linear.overrides keeps them in BF16"
-    elif in_fp8 < LITTLE * report["parameters"]:
-        yield f"only {in_fp8 / report['parameters']:.0%} of the parameters are in FP8: expect little gain"
+    elif (in_fp8 := report["fp8_parameters"] + report["fp8_gathered_experts"]) < LITTLE * total:
+        yield f"only {in_fp8 / total:.0%} of the parameters are in FP8: expect little gain"
     if state.conversion.unmatched:
         yield f"fp8.linear.skip matches no linear: {', '.join(state.conversion.unmatched)}"
     for part in report["overrides"]:
         if not part["linears"]:
-            yield (
-                f'fp8.linear.overrides "{part["pattern"]}" has no effect: other patterns, or the reasons above, apply '
-                "first"
-            )
+            pattern = part["pattern"]
+            yield f'fp8.linear.overrides "{pattern}" has no effect: other patterns, or the reasons above, apply first'
     yield from _in_folders(engine.module)
-    if (without := _without_outlier_channels(state)) is not None:
-        yield without
-    masters = None if state.weights is None else state.weights.coded
+    recipes = [state.conversion.recipe, *(override.recipe for override in state.conversion.overrides.values())]
+    listed = [name for name in state.conversion.converted if of_listed_expert(name)]
+    if listed and any(recipe is not None and recipe.outlier_channels for recipe in recipes):
+        yield f"experts in a list, not all of which every rank calls, have no outlier channels: {listed[0]} and others"
+    masters = None if group is None else group.coded
     if masters is not None and (slow := masters.stepped_in_torch):
         yield (
-            f"optimizer.master: {slow} weights have rows or shards that are no multiples of 128, or other casts beside "
-            "them in a sub-group: their step runs in torch, slower, and with FP32 masters of a sub-group for a moment "
-            '("master": "fp32" has a kernel for all)'
+            f"optimizer.master: {slow} weights have rows or shards that are no multiples of 128, or share a sub-group "
+            "with another quantization: their step runs in torch, slower, and with FP32 masters of a sub-group for a "
+            'moment ("master": "fp32" has a kernel for all)'
         )
     if report["emulated"]:
         formats = ", ".join(report["emulated"])
         yield f"emulated, in one byte an element: {formats}; nothing here computes with them natively"
-    if state.conversion.recipe.backend == "reference" and linears:
+    if report["backend"] == "reference" and linears:
         yield "emulated arithmetic: the numerics of FP8, slower than BF16"
     elif state.why_no_graphs and (slow := why_slow(linears, tokens)) is not None:
         yield f'{slow} ("graph": "auto")' if state.plans.step.graph == "off" else slow
@@ -260,7 +261,7 @@ def _notes(
 
 
 def _in_folders(model: nn.Module) -> list[str]:
-    """Return what exports and servers cannot have in FP8, known before the training."""
+    """Return notes on weights that exports and servers will have in BF16 alone."""
     try:
         forms, experts = published(model), set(names_of_experts(model))
     except UserError as error:
@@ -269,22 +270,6 @@ def _in_folders(model: nn.Module) -> list[str]:
         return [f"exports and servers have this model in BF16 only: {why}"]
     stacks = [form.stored[0] for form in forms if experts & form.shapes.keys() and not form.matrices]
     return [f"exports and servers have the experts in BF16: {IN_3D} ({stacks[0]})"] if stacks else []
-
-
-def _without_outlier_channels(state: FP8State) -> str | None:
-    recipes = [state.conversion.recipe, *(override.recipe for override in state.conversion.overrides.values())]
-    listed = [name for name in state.conversion.converted if of_listed_expert(name)]
-    if not listed or not any(recipe is not None and recipe.outlier_channels for recipe in recipes):
-        return None
-    return f"experts in a list, not all of which every rank calls, have no outlier channels: {listed[0]} and others"
-
-
-def _forgotten(names: list[str]) -> str:
-    count = "1 parameter that requires" if len(names) == 1 else f"{len(names)} parameters that require"
-    return (
-        f"the optimizer lacks {count} gradients, {names[0]}{' among them' * (len(names) > 1)}: whole gradients are "
-        "computed and kept on every rank; to train them pass them in model_parameters, otherwise requires_grad_(False)"
-    )
 
 
 def _hierarchy(state: FP8State) -> str:
@@ -309,14 +294,6 @@ def _attention(attention: AttentionFormat | None) -> dict[str, Any]:
     }
 
 
-def _exchange(attention: AttentionFormat | None, shared_by: int) -> str | None:
-    if shared_by == 1:
-        return None
-    if attention is None:
-        return "bf16"
-    return "FP8 codes (the output's gradient bf16) for what attention computes in FP8, bf16 for the rest"
-
-
 def _emulated_state(fp8: FP8Config) -> list[str]:
     formats = {"gradients on the wire": fp8.grad_reduce.format}
     formats |= {name: getattr(fp8.optimizer, name) for name in MOMENTS}
@@ -338,21 +315,15 @@ def _overrides(state: FP8State) -> list[dict[str, Any]]:
     ]
 
 
-def _name_of_optimizer(engine: deepspeed.DeepSpeedEngine) -> str:
-    optimizer = getattr(engine, "basic_optimizer", None)
-    return NO_OPTIMIZER if optimizer is None else type(optimizer).__name__
+# ---------------------------------------------------------------- the panel
 
-
-# ---------------------------------------------------------------- as it is printed
-
+# Keys of the report that count fused parts -> their names.
 FUSED = {
     "fused_layers": "decoder layers",
     "fused_attention_halves": "attention halves of layers with experts",
     "fused_mlps": "MLPs",
 }
-"""Keys of the report that count fused parts -> what these are."""
-OTHERS_FORWARD = "replaced on the instance"
-"""Words of the description of a loss whose forward another package, such as TRL, has put on the model."""
+OTHERS_FORWARD = "replaced on the instance"  # in the description of a loss whose forward another package replaced
 NO_OPTIMIZER = "none"
 Rows = Iterator[tuple[str, str]]
 
@@ -388,7 +359,6 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
     for part, share in shares if full else ():
         count = f"{len(part['names'])} tensor{'s' * (len(part['names']) > 1)}, {part['parameters']:,} parameters"
         yield "in BF16", f"{part['reason']}: {count} ({share}), {_first(part['names'], 2)}"
-    # Once a reason, with a few names: large models have many layers with the same one.
     for reason, names in _by_reason(report["not_fused"]):
         yield "not fused", f"{names}: {reason}"
     for reason, names in _by_reason(report["attention_in_bf16"] if full else {}):
@@ -400,14 +370,18 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
         backend = "" if part["backend"] in ("bf16", report["backend"]) else f", by {part['backend']}"
         count = f"{part['linears']} linear{'s' * (part['linears'] != 1)}"
         yield "override", f"{part['pattern']}: {count}, {part['casts']}{backend}"
-    yield "wire", f"weights {_gather(report)}; gradients {_reduction(report)}"
+    nbytes = f"{report['gathered_bytes_per_parameter']:.2f} bytes a parameter (BF16: 2)"
+    weights = f"weights {report['param_gather']}, {report['param_transport']}, {nbytes}"
+    scale = ", one scale a tensor" if report["grad_scale"] == "tensor" else ""
+    yield "wire", f"{weights}; gradients {report['grad_reduce']}, {report['grad_hierarchy']}{scale}"
     if full and report["attention_exchange"] is not None:
         yield "attention's exchange", report["attention_exchange"]
     if (frozen := report["frozen_weights_with_bf16"]) is not None:
-        kept, all_of_them = frozen
-        beside = f"; of {kept:,} BF16 shards, too" if kept else " alone"
-        whole = f"; {report['frozen_weights_whole']:,} whole on every GPU" if report["frozen_weights_whole"] else ""
-        yield "frozen weights", f"{all_of_them:,} on the device in FP8, one byte each{beside}{whole}"
+        with_bf16, count = frozen
+        copies = f"; of {with_bf16:,} BF16 shards, too" if with_bf16 else " alone"
+        whole = report["frozen_weights_whole"]
+        unsharded = f"; {whole:,} unsharded on every GPU" if whole else ""
+        yield "frozen weights", f"{count:,} on the device in FP8, one byte each{copies}{unsharded}"
     step = "" if report["optimizer"] == NO_OPTIMIZER else f"{report['optimizer_step']}; "
     yield "optimizer step", f"{step}{_optimizer(report)}"
     yield "CUDA graphs", report["graphs"]
@@ -416,7 +390,7 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
         every, fallback = report["monitor"]["every"], report["monitor"]["fallback"]
         measured = f"measured every {every} steps; a layer that degrades {'runs in BF16' if fallback else 'is named'}"
         yield "health of casts", measured if every else "not measured"
-        yield "memory of shards", f"{report['fp8_shard_bytes_per_rank']:,} bytes of FP8 codes and scales a rank"
+        yield "memory of shards", f"{report['fp8_shard_bytes_per_rank']:,} bytes of FP8 data and scales a rank"
     yield from (("note", note) for note in report["notes"])
 
 
@@ -427,14 +401,17 @@ def _experts(report: Mapping[str, Any]) -> Rows:
         yield "experts", f"[bold]{in_bf16 / total:.0%} of the parameters stay BF16: experts[/bold]"
     if report["fp8_gathered_experts"]:
         count, decoded = report["experts_multiplied_in_fp8"], report["experts_decoded"]
-        products = "decoded and multiplied in BF16"
+        products = "dequantized and multiplied in BF16"
         if count:
             products = f"multiplied in FP8{f' in {count} of {count + len(decoded)} layers' if decoded else ''}"
-        yield "experts", f"{report['fp8_gathered_experts'] / total:.1%} of the parameters: gathered in FP8, {products}"
+        yield (
+            "experts",
+            f"{report['fp8_gathered_experts'] / total:.1%} of the parameters: all-gathered in FP8, {products}",
+        )
         for reason, names in _by_reason(decoded):
             yield "experts", f"multiplied in BF16: {names} ({reason})"
         if layers := report["experts_with_adapters"]:
-            how = "added to these products" if count else "added to the decoded weights"
+            how = "added to these products" if count else "added to the dequantized weights"
             yield "experts", f"adapters on those of {layers} layers: low-rank parts in BF16, {how}"
 
 
@@ -446,29 +423,17 @@ def _casts(report: Mapping[str, Any]) -> str:
     return f"{words}; {report['outlier_channels']} outlier channels a product{experts}"
 
 
-def _gather(report: Mapping[str, Any]) -> str:
-    share = f"{report['gathered_bytes_per_parameter']:.2f} bytes a parameter (BF16: 2)"
-    return f"{report['param_gather']}, {report['param_transport']}, {share}"
-
-
-def _reduction(report: Mapping[str, Any]) -> str:
-    scale = ["one scale a tensor"] * (report["grad_scale"] == "tensor")
-    return ", ".join([report["grad_reduce"], report["grad_hierarchy"], *scale])
-
-
 def _optimizer(report: Mapping[str, Any]) -> str:
     name = report["optimizer"]
     if name == NO_OPTIMIZER:
         return f"{name}: this engine evaluates"
-    return f"{name}, {_moments(report)}" if "Adam" in name else name
-
-
-def _moments(report: Mapping[str, Any]) -> str:
+    if "Adam" not in name:
+        return name
     state, parts = report["optimizer_state"], report["stochastic_parts"]
     parts_of_state = ("exp_avg", "exp_avg_sq") if state["master"] == "fp32" else ("master", "exp_avg", "exp_avg_sq")
     kept = ", ".join(f"{name} {state[name]}" for name in parts_of_state)
     rounding = f", {' and '.join(parts)} rounded stochastically" if parts else ""
-    return f"{kept}{rounding}, {report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
+    return f"{name}, {kept}{rounding}, {report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
 
 
 def _loss(report: Mapping[str, Any]) -> str:
@@ -481,7 +446,7 @@ def _loss(report: Mapping[str, Any]) -> str:
 
 
 def _by_reason(reasons: Mapping[str, str]) -> Rows:
-    """Yield each reason once, with the first few names that have it."""
+    """Yield each reason once, with its first few names."""
     for reason in dict.fromkeys(reasons.values()):
         yield reason, _first([name for name, why in reasons.items() if why == reason], 3)
 

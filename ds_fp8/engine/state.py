@@ -1,4 +1,4 @@
-"""FP8 state of an engine (`engine.fp8`), and the part of it that checkpoints hold."""
+"""FP8 state of an engine (`engine.fp8`), and its part in checkpoints."""
 
 from __future__ import annotations
 
@@ -26,49 +26,45 @@ from ds_fp8.zero.hosts import Hosts, Nodes
 from ds_fp8.zero.reduce import ReduceScatter
 from ds_fp8.zero.step import Step
 
-CHECKPOINT_KEY = "ds_fp8"  # key of the state in the client state of DeepSpeed's checkpoints
+CHECKPOINT_KEY = "ds_fp8"  # in the client state of DeepSpeed's checkpoints
 
 
 class FP8State:
-    """FP8 state of an engine (`engine.fp8`), with FP8 enabled or not."""
+    """FP8 state of an engine (`engine.fp8`); parts that do not exist are None, most with FP8 disabled."""
 
     def __init__(
         self, engine: deepspeed.DeepSpeedEngine, config: FP8Config, monitor: CastMonitor, plans: Plans | None = None
     ):
         self.config, self.monitor, self.plans = config, monitor, plans  # plans: None where FP8 is disabled
-        self.wire: WireMeter | None = None
-        """None without an "fp8" section, and below ZeRO stage 3: nothing is measured there."""
-        self.hooks: Hooks | None = None
-        """What is called in place of DeepSpeed's methods; None where nothing is replaced."""
+        self.wire: WireMeter | None = None  # None without an "fp8" section, and below ZeRO stage 3
+        self.hooks: Hooks | None = None  # called in place of DeepSpeed's methods; None where nothing is replaced
         self.conversion: Conversion | None = None
         self.loss: LossFusion | None = None
         self.health: Health | None = None
         self.weights: FP8ParamGroup | None = None
         self.gradient_reduce: ReduceScatter | None = None
-        self.hosts: Hosts | None = None  # ranks by host; known with FP8 enabled
+        self.hosts: Hosts | None = None  # ranks by host
         self.nodes: Nodes | None = None
-        self.optimizer: AdamW | None = None  # the optimizer inside DeepSpeed's, where it is this package's
-        self.step: Step | None = None  # the step in place of ZeRO-3's; None where DeepSpeed's stays
-        self.why_no_step: str | None = None  # reason for which DeepSpeed's step stays
-        self.graphs: GraphDriver | None = None  # CUDA graphs of forward and backward, where they can be captured
-        self.why_no_graphs: str | None = None  # reason for which there are no graphs
-        self.preset_reason: str | None = None
-        """Reason for a preset that the configuration leaves open; None where it names one."""
+        self.optimizer: AdamW | None = None  # this package's, inside DeepSpeed's
+        self.step: Step | None = None  # replaces ZeRO-3's; otherwise the reason is in why_no_step
+        self.why_no_step: str | None = None
+        self.graphs: GraphDriver | None = None  # of forward and backward; otherwise the reason is in why_no_graphs
+        self.why_no_graphs: str | None = None
+        self.preset_reason: str | None = None  # of a preset that the configuration leaves open
         self.report: dict[str, Any] = {}  # the start report, ready for JSON
         self._engine = engine
-        self._micro_batches_before = 0
-        """Micro-batches of the runs that the loaded checkpoint continues: DeepSpeed counts from 0 again."""
+        self._micro_batches_before = 0  # of the runs before a resume: DeepSpeed counts from 0 again
 
     def saturation(self) -> dict[str, float] | None:
-        """Return the shares {"saturated", "underflow"} of the casts of the last measured step; None before one."""
+        """Return the shares {"saturated", "underflow"} of quantized values in the last measured step, or None."""
         return self.monitor.last
 
     def routing(self) -> RoutingMeasurement | None:
-        """Return the router statistics of the last measured step; None before one, and without experts.
+        """Return the router statistics of the last measured step, or None.
 
-        Of each layer with experts (`layers`) and as their mean (`mean`), over the tokens of all ranks: `entropy` of the
-        tokens per expert, 1 where all get as many, `largest_share` of one expert, and `experts_without_tokens`. And
-        `auxiliary_loss`, where the model returns one.
+        Over the tokens of all ranks, by layer with experts (`layers`) and as their mean (`mean`): `entropy` of the
+        tokens per expert (1 if uniform), `largest_share` of one expert, `experts_without_tokens`; and `auxiliary_loss`
+        of a model that returns one.
         """
         routing = None if self.health is None else self.health.routing
         return None if routing is None else routing.last
@@ -78,31 +74,29 @@ class FP8State:
         return casts(self._engine.module)
 
     def stop_casting(self) -> None:
-        """Let the whole model compute in BF16 from now on, for an evaluation after the last step. On all ranks.
+        """Compute in BF16 from now on, for an evaluation after the last step. On all ranks.
 
-        ZeRO-3 then gathers the weights that it gathered in FP8 in BF16, from shards that are made for each gather: it
-        takes no more memory than one module's weights.
+        ZeRO-3 then all-gathers in BF16, from shards made for each all-gather: no more memory than one module's weights.
         """
         if self.graphs is not None:
             self.graphs.reset()
         if self.weights is not None:
-            # Before the switch: a weight that is still gathered holds codes, and its next reader would expect BF16.
-            partition_all(self._engine)  # what stayed gathered is in FP8
+            partition_all(self._engine)  # first: unsharded weights are in FP8, and their readers would expect BF16
             self.weights.end_fp8()
         stop_casting(self._engine.module)
 
     def clock(self) -> int:
-        """Return the number of calls of engine.step() so far, those before a resume among them."""
+        """Return the number of calls of engine.step(), with those before a resume."""
         return self._micro_batches_before + self._engine.micro_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a run needs besides weights and optimizer state to resume bit for bit. Collective.
+        """Return the state, besides weights and optimizer state, for a resume bit for bit. Collective.
 
-        The engine's own save_checkpoint has it in every checkpoint, and load_checkpoint puts it back.
+        The engine's save_checkpoint saves it, load_checkpoint loads it.
 
         Returns:
-            Plain values and CPU tensors, which torch.load reads with weights_only=True; the same on all ranks, and for
-            any number of ranks. Empty with FP8 disabled.
+            Plain values and CPU tensors, for torch.load with weights_only=True; equal on all ranks, for any number of
+            ranks. Empty with FP8 disabled.
         """
         if self.health is None:
             return {}
@@ -110,16 +104,16 @@ class FP8State:
         if self.gradient_reduce is not None:
             state["gradients"] = self.gradient_reduce.state_dict()
         if self.weights is not None:
-            # Exports cast these from their masters, the others from BF16: which ZeRO kept whole no setting tells alone.
+            # Exports quantize these from their masters, the others from BF16.
             parameters = self._engine.module.named_parameters()
             state["gathered_in_fp8"] = [name for name, weight in parameters if self.weights.in_fp8(weight)]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state`, what state_dict() returned on any number of ranks. Between steps, on all ranks.
+        """Load the state_dict() of any number of ranks. Between steps, on all ranks.
 
-        Layers that have moved to BF16 meanwhile stay there. None, of a checkpoint without FP8 state, starts all of it
-        anew, and says so.
+        Layers moved to BF16 since then stay in BF16. None, of a checkpoint without FP8 state, resets the state with a
+        log message.
         """
         if self.health is None:
             return
@@ -134,8 +128,7 @@ class FP8State:
     def _load(self, state: Mapping[str, Any] | None) -> None:
         saved, own = (state or {}).get("preset", self.config.preset), self.config.preset
         there, here = json.dumps(saved), json.dumps(own)
-        if self.preset_reason is not None and saved != own:
-            # Kept as it was: the conversion cannot be taken back now.
+        if self.preset_reason is not None and saved != own:  # the conversion cannot be undone now
             raise UserError(
                 f"the checkpoint was trained with preset {there}, and this engine has {here}, because its "
                 f"configuration names none and {self.preset_reason}",
@@ -149,9 +142,9 @@ class FP8State:
             state = {}
         if self.graphs is not None:
             self.graphs.reset()
-        # The engine may have counted before the load. clock() adds its count: the sum is the saved number.
+        # clock() adds the engine's count, which may not be 0: the sum is the saved number.
         self._micro_batches_before = state.get("micro_batches", 0) - self._engine.micro_steps
-        # Behind the reset of the graphs: moving layers to BF16 changes kernels that graphs have captured.
+        # After the reset of the graphs: layers that move to BF16 change captured kernels.
         self.health.load_state_dict(state)
         if self.gradient_reduce is not None:
             self.gradient_reduce.load_state_dict(state.get("gradients", {}))

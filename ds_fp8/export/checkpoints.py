@@ -1,4 +1,4 @@
-"""Folders from ZeRO checkpoints, on a machine without GPUs: one tensor at a time is read from all ranks' files."""
+"""Export of ZeRO checkpoints, without GPUs: one tensor at a time is read from the files of all ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.config.presets import AXES
 from ds_fp8.engine.plans import group_plan
 from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
-from ds_fp8.export.plan import Entry, Numbers, Plan, adapters_refused, check_architecture, check_layout, make_plan
+from ds_fp8.export.plan import Entry, Plan, Tensors, adapters_refused, check_architecture, check_layout, make_plan
 from ds_fp8.layers.experts.selection import experts_left, names_of_experts
 from ds_fp8.layers.published import stored_buffers
 from ds_fp8.layers.selection import unconverted
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 
-_DEFAULT_THRESHOLD = 100_000
-"""Default of stage3_param_persistence_threshold in DeepSpeed."""
+_DEFAULT_THRESHOLD = 100_000  # DeepSpeed's default of stage3_param_persistence_threshold
 
-MAPPED_BYTES = 256 << 20
-"""Master weights that are read before the checkpoint's files are unmapped."""
+MAPPED_BYTES = 256 << 20  # of master weights, read before the checkpoint's files are unmapped
 
 
 def export_checkpoint(
@@ -49,40 +47,40 @@ def export_checkpoint(
 ) -> Plan:
     """Write a Hugging Face folder from a DeepSpeed checkpoint of ZeRO stage 1, 2 or 3.
 
-    FP8 codes are cast from the FP32 master weights, in the way training cast them: the same bytes. Memory holds one
-    file of weights, one tensor in FP32 and MAPPED_BYTES of the checkpoint; from stages 1 and 2 the whole model in FP32.
+    The FP32 master weights are quantized as in training: the same bytes. Memory holds one file of weights, one tensor
+    in FP32 and MAPPED_BYTES of the checkpoint; from stages 1 and 2 the full model in FP32.
 
     Args:
         checkpoint: The folder with the ranks' files, such as checkpoints/step_100 or global_step100.
-        folder: Where to write.
+        folder: The folder to write.
         config: The model's configuration.
         fp8: The "fp8" section of the training.
         layout: "bf16", "fp8" or "compressed-tensors".
-        deepspeed_config: The training's, for the weights that ZeRO-3 kept whole in BF16, where the checkpoint does not
-            hold it; DeepSpeed's defaults without.
+        deepspeed_config: Of the training, if the checkpoint lacks it; it tells which weights ZeRO-3 kept unsharded in
+            BF16. Default: DeepSpeed's defaults.
         generation: Defaults for generate().
         tokenizer: Saves the tokenizer into a folder.
         force: Replace an existing export.
-        source: What was trained, for the model card.
+        source: The trained model, for the model card.
         shard_bytes: Size limit of a file of weights.
 
     Returns:
-        What was written: the tensors in FP8, and the layers in BF16 with reasons.
+        The tensors in FP8, and the layers in BF16 with reasons.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
-    # All checks before the checkpoint is read, which takes minutes.
+    # Checks first: reading a checkpoint takes minutes.
     check_target(folder, force, checkpoint)
     check_architecture(config)
     check_writable(folder.resolve().parent)
     check_layout(layout, fp8.linear.weight)
-    model = _model_without_data(config)
+    model = _meta_model(config)
     state = _state(checkpoint)
-    _take_buffers(model, state, checkpoint)
+    _load_buffers(model, state, checkpoint)
     trained = section_of(state, "ds_fp8")
     named = AXES if isinstance(fp8.preset, str) else fp8.preset
     left_open = "preset" not in fp8.model_fields_set or "linear" not in named
     if fp8.enabled and "preset" in trained and left_open:
-        # Chosen by the weights when training began.
+        # The preset that training chose by the weights.
         fp8 = parse_fp8({"fp8": {**fp8.model_dump(exclude_unset=True), "preset": trained["preset"]}})
         check_layout(layout, fp8.linear.weight)
     modules = dict(model.named_modules())
@@ -94,19 +92,19 @@ def export_checkpoint(
             raise _another_model(checkpoint, f"it has a layer {layer}, and the configuration has none")
         left |= {name: reason for name, _ in modules[layer].named_modules(prefix=layer)}
         left |= {name: reason for name in names_of_experts(model) if name.startswith(f"{layer}.")}
-    # Whether training cast a weight from its master or from the BF16 copy decides its codes: an export must do the
-    # same. The checkpoint has the values that were trained with: Accelerate and Trainer replace "auto" by their own.
+    # As in training, each weight is quantized from its FP32 master or from BF16. The configuration in the checkpoint
+    # comes first: Accelerate and Trainer replace "auto".
     configs = section_of(state, "ds_config"), deepspeed_config or {}
     zero = next(filter(None, (section_of(c, "zero_optimization") for c in configs)), {})
     rounds_first = _rounds_first(model, fp8, zero, trained.get("gathered_in_fp8"))
-    kept = experts_left(model, group_plan(fp8)) if fp8.enabled else {}
+    experts = experts_left(model, group_plan(fp8)) if fp8.enabled else {}
     for name in names_of_experts(model):
-        if name in kept or not fp8.enabled or rounds_first(name):
-            left.setdefault(name, kept.get(name, "in BF16 in training"))
+        if name in experts or not fp8.enabled or rounds_first(name):
+            left.setdefault(name, experts.get(name, "in BF16 in training"))
     plan = make_plan(model, left, fp8.linear, layout)
     _check_same_model(_masters(checkpoint), plan, model, checkpoint)
     progress = Progress(f"export {folder.name}", len(plan.entries))
-    weights = _cast(_read(checkpoint, plan, stored_buffers(model), progress), plan, rounds_first)
+    weights = _quantize(_read(checkpoint, plan, stored_buffers(model), progress), plan, rounds_first)
     config.architectures = [type(model).__name__]
     generation = generation or model.generation_config
     write_folder(folder, plan, weights, config, generation, tokenizer, source, shard_bytes)
@@ -116,36 +114,33 @@ def export_checkpoint(
 def export_model(
     model: PreTrainedModel, folder: Path, fp8: FP8Config, *, layout: str, tokenizer: Callable | None, force: bool
 ) -> Plan:
-    """Write the folder of a model in BF16 on the CPU, its weights cast as training with this section casts them."""
+    """Write the folder of a model in BF16 on the CPU, quantized as training with this section would."""
     check_target(folder, force)
     group = group_plan(fp8)
     plan = make_plan(model, unconverted(model, group) | experts_left(model, group), fp8.linear, layout)
-    plan = replace(plan, origin="The codes are cast from weights in BF16")
-    held = dict(model.named_parameters()) | stored_buffers(model)
-    read = ({name: held[name].detach() for name in entry.form.shapes} for entry in plan.entries)
+    plan = replace(plan, origin="The FP8 weights are quantized from weights in BF16")
+    tensors = dict(model.named_parameters()) | stored_buffers(model)
+    read = ({name: tensors[name].detach() for name in entry.form.shapes} for entry in plan.entries)
     model.config.architectures = [type(model).__name__]
-    weights = _cast(read, plan, lambda name: True)
+    weights = _quantize(read, plan, lambda name: True)
     write_folder(folder, plan, weights, model.config, model.generation_config, tokenizer)
     return plan
 
 
-def _model_without_data(config: PretrainedConfig) -> torch.nn.Module:
+def _meta_model(config: PretrainedConfig) -> torch.nn.Module:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except Exception as error:  # transformers fails in its own way at each wrong value
-        reason = first_line(error)
+    except Exception as error:  # of any type, by the wrong value
         raise UserError(
-            f"transformers has no causal language model for this configuration: {reason}",
+            f"transformers has no causal language model for this configuration: {first_line(error)}",
             remedy="give the folder of the model's configuration",
         ) from None
-    # Tied weights are one parameter then, and are planned and read once.
-    model.tie_weights()
+    model.tie_weights()  # tied weights are one parameter, planned and read once
     return model
 
 
-def _take_buffers(model: torch.nn.Module, state: Mapping[str, Any], checkpoint: Path) -> None:
-    """Give the model its stored buffers, in the types that training had them in."""
+def _load_buffers(model: torch.nn.Module, state: Mapping[str, Any], checkpoint: Path) -> None:
     names, saved = stored_buffers(model).keys(), state.get("module", {})
     if absent := [name for name in names if name not in saved]:
         raise _another_model(checkpoint, f"{absent[0]} is absent")
@@ -159,11 +154,9 @@ def _masters(checkpoint: Path) -> dict[str, Any]:
 
 
 def _state(checkpoint: Path) -> Mapping[str, Any]:
-    file = next(iter(sorted(checkpoint.glob("*_model_states.pt"))), None)
-    if file is None:
-        return {}
+    files = sorted(checkpoint.glob("*_model_states.pt"))
     with _reading(checkpoint):
-        return torch.load(file, map_location="cpu", mmap=True)
+        return torch.load(files[0], map_location="cpu", mmap=True) if files else {}
 
 
 @contextlib.contextmanager
@@ -180,9 +173,8 @@ def _reading(checkpoint: Path) -> Iterator[None]:
                 remedy='export_engine, or engine.save_16bit_model, in the training; or train with "zero_optimization": '
                 '{"stage": 2}, or "data_types": {"grad_accum_dtype": "bf16"}',
             ) from None
-        reason = first_line(error)
         raise UserError(
-            f"{checkpoint} is not a complete ZeRO checkpoint: {reason}",
+            f"{checkpoint} is not a complete ZeRO checkpoint: {first_line(error)}",
             file=checkpoint,
             remedy="give a folder with the *_model_states.pt and *_optim_states.pt of every rank",
         ) from None
@@ -196,7 +188,7 @@ def _check_same_model(masters: Mapping[str, Any], plan: Plan, model: torch.nn.Mo
     if wrong:
         found = tuple(masters[wrong[0]].shape) if wrong[0] in masters else "absent"
         raise _another_model(checkpoint, f"{wrong[0]} is {found}, but the configuration says {shapes[wrong[0]]}")
-    # Under all names of a tied weight. What a smaller model lacks, such as its last layers, would be left out.
+    # The other way round: layers that a smaller model lacks would be dropped.
     known = model.state_dict().keys()
     unknown = next((name for name in masters if name not in known), None)
     if unknown is not None:
@@ -212,49 +204,48 @@ def _another_model(checkpoint: Path, difference: str) -> UserError:
 
 
 def _rounds_first(
-    model: torch.nn.Module, fp8: FP8Config, zero: Mapping[str, Any], gathered: Collection[str] | None
+    model: torch.nn.Module, fp8: FP8Config, zero: Mapping[str, Any], in_fp8: Collection[str] | None
 ) -> Callable[[str], bool]:
-    """Return whether training cast a weight from BF16 and not from its FP32 master.
+    """Return a function from a weight's name to whether training quantized it from BF16, not from its FP32 master.
 
-    `gathered` are the weights that it did not; None where an earlier version wrote the checkpoint.
+    in_fp8: names of weights that were all-gathered in FP8; None in checkpoints of earlier versions.
     """
     threshold = zero.get("stage3_param_persistence_threshold", _DEFAULT_THRESHOLD)
     threshold = threshold if isinstance(threshold, (int, float)) else _DEFAULT_THRESHOLD
     if fp8.param_gather.format == "bf16" or zero.get("stage", 3) != 3:
         return lambda name: True
-    if gathered is not None:
-        return lambda name: name not in gathered
+    if in_fp8 is not None:
+        return lambda name: name not in in_fp8
     return lambda name: model.get_parameter(name).numel() <= threshold
 
 
-def _read(checkpoint: Path, plan: Plan, buffers: Mapping[str, torch.Tensor], progress: Progress) -> Iterator[Numbers]:
-    """Yield the FP32 numbers of every entry of the plan, or its buffer, by name.
+def _read(checkpoint: Path, plan: Plan, buffers: Mapping[str, torch.Tensor], progress: Progress) -> Iterator[Tensors]:
+    """Yield the FP32 masters or buffers of every entry of the plan, by name.
 
-    Files are mapped, and what has been read of them stays in the process's memory while they are: they are opened again
-    after every MAPPED_BYTES.
+    Pages of a mapped file stay in memory until it is unmapped: files are opened again after MAPPED_BYTES.
     """
     masters, mapped = _masters(checkpoint), 0
     for entry in plan.entries:
         if mapped > MAPPED_BYTES:
             masters, mapped = _masters(checkpoint), 0
-        found = {}
+        tensors = {}
         for name in entry.form.shapes:
-            # Popped, so that its memory is free once it has been written.
-            master = masters.pop(name)
-            found[name] = buffers[name] if name in buffers else master.contiguous()
-            mapped += 0 if found[name] is master else found[name].nbytes
+            master = masters.pop(name)  # frees its memory once it is written
+            tensors[name] = buffers[name] if name in buffers else master.contiguous()
+            mapped += 0 if tensors[name] is master else tensors[name].nbytes
         progress.add(1)
-        yield found
+        yield tensors
 
 
-def _cast(read: Iterator[Numbers], plan: Plan, rounds_first: Callable[[str], bool]) -> Iterator[tuple[Entry, Numbers]]:
-    for found, entry in zip(read, plan.entries, strict=True):
-        for name, numbers in found.items():
-            # Rounded to BF16 before the cast, where training cast what it had gathered in BF16.
+def _quantize(
+    read: Iterator[Tensors], plan: Plan, rounds_first: Callable[[str], bool]
+) -> Iterator[tuple[Entry, Tensors]]:
+    for tensors, entry in zip(read, plan.entries, strict=True):
+        for name, tensor in tensors.items():
             if not entry.quantized or rounds_first(name):
-                numbers = numbers.to(entry.form.dtype)
+                tensor = tensor.to(entry.form.dtype)
             if entry.quantized:
-                # Experts are stacks of matrices, cast as one matrix of all their rows, as training casts them.
-                numbers = quantize(numbers.flatten(0, -2), plan.cast.format, plan.cast.granularity, plan.cast.scale)
-            found[name] = numbers  # in place of those in FP32, whose memory is free then
-        yield entry, found
+                # Stacked experts as one matrix of all rows, as in training.
+                tensor = quantize(tensor.flatten(0, -2), plan.cast.format, plan.cast.granularity, plan.cast.scale)
+            tensors[name] = tensor  # frees the FP32 tensor
+        yield entry, tensors

@@ -1,4 +1,4 @@
-"""Folders, and weights one by one, from a live engine; what one rank cannot do ends all of them with its reason."""
+"""Export of a live engine, as a folder or weight by weight; an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
-from ds_fp8.export.plan import Entry, Numbers, Plan, make_plan, named_tensors, plan_to_serve
+from ds_fp8.export.plan import Entry, Plan, Tensors, make_plan, named_tensors, plan_to_serve
 from ds_fp8.export.together import together
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
@@ -39,9 +39,9 @@ def export_engine(
     source: str = "",
     shard_bytes: int = SHARD_BYTES,
 ) -> Plan:
-    """Write a Hugging Face folder of the model an engine trains, as it is between two steps. Collective.
+    """Write a Hugging Face folder of an engine's model, between two steps. Collective.
 
-    Rank 0 writes; one weight at a time is gathered, those in FP8 as the codes that training computes with.
+    Rank 0 writes. One weight at a time is unsharded, FP8 weights as the quantized weights of training.
 
     The arguments are those of `export_checkpoint`. Raises UserError on all ranks, whichever of them fails.
     """
@@ -51,7 +51,7 @@ def export_engine(
     def check() -> None:
         nonlocal plan
         check_target(folder, force)
-        plan = make_plan(model, _left(engine), engine.fp8.config.linear, layout)
+        plan = make_plan(model, _in_bf16(engine), engine.fp8.config.linear, layout)
 
     together(check)
     if not isinstance(model, PreTrainedModel):
@@ -60,38 +60,37 @@ def export_engine(
         )
     progress = Progress(f"export {folder.name}", len(plan.entries))
     failures: list[Exception] = []
-    weights = _gathered(engine, plan, failures, progress)
+    weights = _unsharded(engine, plan, failures, progress)
 
     def write() -> None:
         if dist.get_rank() != 0:
-            deque(weights, maxlen=0)  # takes part in every gather and keeps nothing
+            deque(weights, maxlen=0)  # joins every all-gather
             return
         model.config.architectures = [type(model).__name__]
         try:
             write_folder(folder, plan, weights, model.config, model.generation_config, tokenizer, source, shard_bytes)
         except Exception as error:
             failures.append(error)
-            deque(weights, maxlen=0)  # the other ranks wait in the gathers that are left
+            deque(weights, maxlen=0)  # the other ranks wait in the remaining all-gathers
             raise
 
-    # No rank goes on, or reads the folder, before rank 0 has renamed it.
-    together(write)
+    together(write)  # no rank reads the folder before rank 0 has renamed it
     return plan
 
 
-def _gathered(
+def _unsharded(
     engine: deepspeed.DeepSpeedEngine,
     plan: Plan,
     failures: list[Exception] | None = None,
     progress: Progress | None = None,
-) -> Iterator[tuple[Entry, Numbers]]:
-    """Yield the numbers of a plan. Collective; at the end all ranks raise what failed on one, before it is kept."""
+) -> Iterator[tuple[Entry, Tensors]]:
+    """Yield the unsharded tensors of a plan. Collective; at the end all ranks raise the error of one."""
     failures = [] if failures is None else failures
-    for entry, numbers in gathered(engine, plan):
-        if isinstance(numbers, Exception):
-            failures.append(numbers)
+    for entry, tensors in unsharded_entries(engine, plan):
+        if isinstance(tensors, Exception):
+            failures.append(tensors)
         else:
-            yield entry, numbers
+            yield entry, tensors
         if progress is not None:
             progress.add(1)
 
@@ -105,95 +104,94 @@ def _gathered(
 def served_weights(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
     """Iterate over the weights of a live engine as servers load them, for rollouts in reinforcement learning.
 
-    Collective: all ranks iterate to the end, between two steps. Weights of FP8 layers are gathered as the codes that
-    training computes with, half the bytes of BF16.
+    Collective: all ranks iterate to the end, between two steps. FP8 weights are unsharded as the quantized weights of
+    training, half the bytes of BF16. All weights are BF16 if no layout of servers holds FP8 weights of this granularity
+    and scale, or any layer of this model.
 
     Yields:
-        (name, codes, scales): float8_e4m3fn codes [R, C] and FP32 scales to multiply by, of 128x128 blocks, rows or the
-        tensor as training cast; or (name, BF16 tensor, None); stored buffers in their own type. All by the names of a
-        folder, of experts each matrix by itself. All weights are in BF16 where servers have no layout for FP8 weights
-        of this cast, or for any layer of this model.
+        (name, data, scales): float8_e4m3fn [R, C] and FP32 scales to multiply by, of 128x128 blocks, rows or the
+        tensor; or (name, BF16 tensor, None), a stored buffer in its own type. Names are those of a folder, with one
+        matrix an expert.
 
     Raises:
-        UserError: on all ranks and at the end, what failed on one.
+        UserError: on all ranks, at the end, for the error of one.
     """
-    for entry, whole in _gathered(engine, served_plan(engine)):
-        for name, numbers in entry.stored(whole).items():
-            quantized = isinstance(numbers, QuantizedTensor)
-            yield (name, numbers.data, numbers.scale) if quantized else (name, numbers, None)
+    for entry, tensors in _unsharded(engine, served_plan(engine)):
+        for name, tensor in entry.stored(tensors).items():
+            quantized = isinstance(tensor, QuantizedTensor)
+            yield (name, tensor.data, tensor.scale) if quantized else (name, tensor, None)
 
 
 def served_tensors(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the same tensor by tensor, scales under the names of a folder. Collective."""
-    for entry, whole in _gathered(engine, plan):
-        for name, numbers in entry.stored(whole).items():
-            yield from named_tensors(name, numbers, plan.layout).items()
+    """Iterate over the tensors of a plan by the names of a folder, scales among them. Collective."""
+    for entry, tensors in _unsharded(engine, plan):
+        for name, tensor in entry.stored(tensors).items():
+            yield from named_tensors(name, tensor, plan.layout).items()
 
 
 def served_plan(engine: deepspeed.DeepSpeedEngine) -> Plan:
-    """Return the contents of `served_weights`: names, types and shapes, without numbers."""
-    return plan_to_serve(engine.module, _left(engine), engine.fp8.config.linear)
+    """Return the plan of `served_weights`: names, types and shapes."""
+    return plan_to_serve(engine.module, _in_bf16(engine), engine.fp8.config.linear)
 
 
-def _left(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
-    """Return the linear layers and weights of experts that are in BF16 in training, with the reason."""
+def _in_bf16(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
+    """Return the linear layers and weights of experts in BF16 in training, with the reason."""
     state = engine.fp8
     left = {} if state.conversion is None else dict(state.conversion.left)
     for name, linear in linear_layers(engine.module).items():
         if not isinstance(linear, FP8Linear):
             left.setdefault(name, "in BF16 in training")
-    gather, parameters = state.weights, dict(engine.module.named_parameters())
+    group, parameters = state.weights, dict(engine.module.named_parameters())
     for name in names_of_experts(engine.module):
-        if gather is None or not gather.in_fp8(parameters[name]):
+        if group is None or not group.in_fp8(parameters[name]):
             left.setdefault(name, "in BF16 in training")
     return left
 
 
-def gathered(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[Entry, Any]]:
-    """Gather the parameters of a plan one by one. Collective: all ranks iterate to the end.
+def unsharded_entries(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator[tuple[Entry, Any]]:
+    """Unshard the parameters of a plan one by one. Collective: all ranks iterate to the end.
 
     Yields:
-        An entry, and its numbers as training computes with them, by name; or the error that this rank met at it, to be
-        raised by `together` once no rank is in a gather.
+        An entry and its tensors by name, as training computes with them; or this rank's error, to be raised by
+        `together` when no rank is in an all-gather.
     """
     parameters = stored_buffers(engine.module) | dict(engine.module.named_parameters())
     owners = {name: linear for name, linear in linear_layers(engine.module).items() if isinstance(linear, FP8Linear)}
-    gather = engine.fp8.weights
+    group = engine.fp8.weights
 
-    def numbers_of(entry: Entry, name: str, in_fp8: bool) -> Any:
+    def unshard(entry: Entry, name: str, in_fp8: bool) -> Any:
         if in_fp8:
-            return gather.unsharded(parameters[name])
+            return group.unsharded(parameters[name])
         with deepspeed.zero.GatheredParameters([parameters[name]]), torch.no_grad():
-            # A copy: the gathered memory is freed on leaving the context.
-            numbers = parameters[name].detach().to(entry.form.dtype, copy=True)
-        return owners[name.removesuffix(".weight")].recipe.cast_weight(numbers) if entry.quantized else numbers
+            # A copy: the unsharded memory is freed at the end of the context.
+            weight = parameters[name].detach().to(entry.form.dtype, copy=True)
+        return owners[name.removesuffix(".weight")].recipe.cast_weight(weight) if entry.quantized else weight
 
     for entry in plan.entries:
-        # The very codes that training multiplies by, gathered in one byte a parameter; the others are cast from BF16,
-        # as their layers do it.
-        in_fp8 = entry.quantized and gather is not None and gather.in_fp8(parameters[entry.name])
-        found = {n: _joined(partial(numbers_of, entry, n, in_fp8), parameters[n]) for n in entry.form.shapes}
-        error = next((numbers for numbers in found.values() if isinstance(numbers, Exception)), None)
-        yield entry, error or found
+        # All-gathered as the quantized weights of training; others from BF16, quantized as their FP8 layers do.
+        in_fp8 = entry.quantized and group is not None and group.in_fp8(parameters[entry.name])
+        tensors = {n: _joined(partial(unshard, entry, n, in_fp8), parameters[n]) for n in entry.form.shapes}
+        error = next((tensor for tensor in tensors.values() if isinstance(tensor, Exception)), None)
+        yield entry, error or tensors
 
 
-def _joined(gather: Callable[[], T], parameter: torch.nn.Parameter) -> T | Exception:
-    """Return what is gathered, or the error this rank met; it takes part in the collective in either case.
+def _joined(unshard: Callable[[], T], parameter: torch.nn.Parameter) -> T | Exception:
+    """Return the result of `unshard` or this rank's error, after joining the collective in either case.
 
-    An error from before the collective began, out of memory say, leaves the other ranks waiting: memory is made, and
-    the collective joined for their sake. Should that fail, too, the process has to end, and its launcher the others.
+    An error before the collective (out of memory) would leave the other ranks waiting: this rank frees memory and
+    joins. If that fails, too, the process ends, and its launcher ends the others.
     """
-    # A weight that is whole on all ranks is not gathered, and is a shard afterwards.
+    # Neither changes for an error before the collective; an unsharded weight has none, and is a shard afterwards.
     before = _collectives(), parameter.shape
     try:
-        return gather()
+        return unshard()
     except Exception as error:
         if (_collectives(), parameter.shape) == before:
-            traceback.clear_frames(error.__traceback__)  # they hold what it had allocated
+            traceback.clear_frames(error.__traceback__)  # frames hold allocated tensors
             gc.collect()
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
-            gather()
+            unshard()
         return error
 
 

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: complete or not at all, one shard in memory at a time."""
+"""Write a Hugging Face folder: all of it or nothing, with one file of weights in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig
 import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
-from ds_fp8.export.plan import Entry, Numbers, Plan, named_tensors, quantization_config
+from ds_fp8.export.plan import Entry, Plan, Tensors, named_tensors, quantization_config
 
 SHARD_BYTES = 1 << 30
 CHECKSUMS = "checksums.sha256"
@@ -32,23 +32,23 @@ WEIGHTS = "model.safetensors"
 
 
 class Progress:
-    """Says on the log how far work has come, every few seconds."""
+    """Logs the progress of a task every EVERY seconds."""
 
     EVERY = 5
 
-    def __init__(self, what: str, whole: int, say: Callable[[str], None] = logger.info):
-        self._what, self._whole, self._say = what, whole, say
-        self._done, self._said = 0, time.monotonic()
+    def __init__(self, task: str, total: int, log: Callable[[str], None] = logger.info):
+        self._task, self._total, self._log = task, total, log
+        self._done, self._logged = 0, time.monotonic()
 
     def add(self, number: int) -> None:
         self._done += number
-        if time.monotonic() - self._said > self.EVERY:
-            self._said = time.monotonic()
-            self._say(f"{self._what}: {self._done} of {self._whole}")
+        if time.monotonic() - self._logged > self.EVERY:
+            self._logged = time.monotonic()
+            self._log(f"{self._task}: {self._done} of {self._total}")
 
 
 def check_target(folder: Path, force: bool, source: Path | None = None) -> None:
-    """Raise UserError where `folder` exists and is no export that may be replaced, or holds the checkpoint `source`."""
+    """Raise UserError if `folder` exists and is no export to be replaced, or holds the checkpoint `source`."""
     if Path.cwd().is_relative_to(folder.resolve()):
         raise UserError(f"{folder} is the folder you are in, or holds it", remedy="choose another folder")
     if folder.exists() and not (force and folder.is_dir()):
@@ -61,7 +61,7 @@ def check_target(folder: Path, force: bool, source: Path | None = None) -> None:
 
 
 def _foreign(folder: Path) -> str | None:
-    """Return what shows that a folder is no export; None for an export, and for an empty or absent folder."""
+    """Return the reason that a folder is no unchanged export; None for an export, an empty or an absent folder."""
     if not folder.exists() or not any(folder.iterdir()):
         return None
     written = read_checksums(folder)
@@ -70,13 +70,13 @@ def _foreign(folder: Path) -> str | None:
     files = sorted(path for path in folder.iterdir() if path.name != CHECKSUMS)
     other = next((path.name for path in files if path.name not in written), None)
     if other is not None:
-        return f"holds {other} beside an export"
+        return f"holds {other} next to an export"
     changed = next((path.name for path in files if sha256_of(path) != written[path.name]), None)
     return None if changed is None else f"holds {changed}, which is not as an export wrote it"
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Return the sums of an export's files by name; none of a folder that has no list."""
+    """Return the SHA-256 sums of an export's files by name; {} without a list."""
     file = folder / CHECKSUMS
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ()
     return {name: own for own, _, name in (line.partition("  ") for line in lines)}
@@ -85,17 +85,17 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def write_folder(
     folder: Path,
     plan: Plan,
-    weights: Iterable[tuple[Entry, Numbers]],
+    weights: Iterable[tuple[Entry, Tensors]],
     config: PretrainedConfig,
     generation: GenerationConfig | None = None,
     tokenizer: Callable[[Path], object] | None = None,
     source: str = "",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the folder under another name and rename it when it is complete; an existing one is replaced then.
+    """Write the folder under another name and rename it when complete; an existing one is replaced.
 
-    `weights` are the entries of the plan, in its order, each with its numbers by their names in the model. The
-    configuration's `architectures` must name the model's class.
+    weights: entries of the plan, in order, each with its tensors by their names in the model. The configuration's
+    `architectures` must name the model's class.
     """
     if generation is not None:
         generation = copy.deepcopy(generation)
@@ -114,7 +114,6 @@ def write_folder(
         if tokenizer is not None:
             tokenizer(part)
         (part / "README.md").write_text(model_card(plan, config, source))
-        # Checksums last, of all files as they lie there.
         files = sorted(path for path in part.iterdir() if path.is_file())
         (part / CHECKSUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in files))
         make_readable(part)
@@ -122,9 +121,9 @@ def write_folder(
 
 @contextlib.contextmanager
 def _complete(folder: Path) -> Iterator[Path]:
-    """Yield a folder that takes the place of `folder` at the end, and that an error leaves no trace of."""
+    """Yield a folder that replaces `folder` at the end, or is removed after an error."""
     folder = folder.resolve()
-    # A folder of that name may be the user's.
+    # A free name: NAME.part may be the user's.
     part = next(p for n in count() if not (p := folder.with_name(f"{folder.name}.part{n or ''}")).exists())
     part.mkdir(parents=True)
     try:
@@ -136,30 +135,29 @@ def _complete(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    # Between these two lines a kill leaves neither folder under its name, but the complete one as .part.
-    part.rename(folder)
+    part.rename(folder)  # a kill before it leaves the complete folder as .part
 
 
 def make_readable(folder: Path) -> None:
-    """Let everybody read the files of a folder: safetensors writes its own for their owner alone."""
+    """Make the files of a folder readable to all: safetensors makes its own readable to the owner."""
     for path in folder.iterdir():
         if path.is_file():
             path.chmod(0o644)
 
 
-def _write_weights(folder: Path, plan: Plan, weights: Iterable[tuple[Entry, Numbers]], shard_bytes: int) -> None:
-    # On the meta device: the split into files follows from shapes, before any number is read.
+def _write_weights(folder: Path, plan: Plan, weights: Iterable[tuple[Entry, Tensors]], shard_bytes: int) -> None:
+    # Meta tensors: the split into files follows from shapes.
     planned = {name: tensor for entry in plan.entries for name, tensor in entry.tensors(plan).items()}
     pattern = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")
     split = split_torch_state_dict_into_shards(planned, filename_pattern=pattern, max_shard_size=shard_bytes)
     shard: dict[str, torch.Tensor] = {}
     done: set[str] = set()
-    for entry, numbers in weights:
-        for part, own in entry.stored(numbers).items():
+    for entry, tensors in weights:
+        for part, own in entry.stored(tensors).items():
             shard |= {n: tensor.cpu() for n, tensor in named_tensors(part, own, plan.layout).items()}
         for file, names in split.filename_to_tensors.items():
             if file not in done and shard.keys() >= set(names):
-                # Written as soon as a file's tensors are complete, and dropped: memory holds about one file.
+                # As soon as its tensors are complete: memory holds about one file.
                 save_file({name: shard.pop(name) for name in names}, folder / file, metadata={"format": "pt"})
                 done.add(file)
     missing = [name for file, names in split.filename_to_tensors.items() if file not in done for name in names]
@@ -186,9 +184,9 @@ def sha256_of(path: Path) -> str | None:
 _WEIGHTS = {
     "bf16": "All weights are in BF16.",
     "fp8": "Weights of {count} linear layers are in FP8 (E4M3) with one scale a 128x128 block (`weight_scale_inv`, the "
-    "factor to multiply by); activations are to be cast per 1x128 group while serving.",
+    "factor to multiply by); servers quantize activations per 1x128 group.",
     "compressed-tensors": "Weights of {count} linear layers are in FP8 (E4M3) with scales by {granularity} "
-    "(`weight_scale`) in the compressed-tensors format; activations are to be cast while serving. transformers reads "
+    "(`weight_scale`) in the compressed-tensors format; servers quantize activations. transformers reads "
     "it with `pip install compressed-tensors`, vLLM and SGLang without.",
 }
 _CARD = """---
@@ -231,29 +229,27 @@ def model_card(plan: Plan, config: PretrainedConfig, source: str) -> str:
     )
 
 
-_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
-"""What other settings depend on."""
+_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other settings depend on these
 
 
 def make_savable(generation: GenerationConfig) -> str | None:
-    """Reset the settings that do nothing, such as a temperature without do_sample, in place; return them in words.
+    """Reset settings without effect, such as temperature without do_sample, in place; return a message or None.
 
-    transformers loads them with a warning, and save_pretrained refuses them.
+    transformers loads such settings with a warning, and save_pretrained refuses them.
     """
     modes = {name: getattr(generation, name) for name in _MODES if hasattr(generation, name)}
     settings = generation.to_diff_dict()
     unused = [name for name in settings if hasattr(generation, name) and _refused(modes | {name: settings[name]})]
-    for name in unused:
-        setattr(generation, name, getattr(GenerationConfig(), name, None))
     if not unused:
         return None
-    return (
-        f"generation_config: {', '.join(f'{name} {settings[name]}' for name in unused)} had no effect, and is left out"
-    )
+    for name in unused:
+        setattr(generation, name, getattr(GenerationConfig(), name, None))
+    names = ", ".join(f"{name} {settings[name]}" for name in unused)
+    return f"generation_config: {names} had no effect, and is left out"
 
 
 def _refused(settings: dict[str, Any]) -> bool:
-    """Return whether transformers would not save these settings beside its defaults."""
+    """Return whether transformers refuses to save these settings with its defaults."""
     config = GenerationConfig()
     vars(config).update(settings)
     try:

@@ -1,13 +1,11 @@
-"""Choose the tensors of a folder for serving, those of them that are written as FP8 codes, and their layout.
+"""Plan the tensors of a folder for serving: their names, their layout, and the tensors in FP8.
 
     fp8                 DeepSeek's layout, transformers' "fine-grained FP8": X.weight in float8_e4m3fn with
                         X.weight_scale_inv, FP32 factors of 128x128 blocks to multiply by
-    compressed-tensors  X.weight and X.weight_scale: blocks, output channels or the whole tensor
+    compressed-tensors  X.weight and X.weight_scale: blocks, output channels or one scale a tensor
 
-vLLM, SGLang and transformers read both.
-
-Everything has the names that the model's first release gave it, experts a matrix of each (layers/published.py). Scales
-of a stack of experts lie as their weight does, a block to an element.
+vLLM, SGLang and transformers read both. Names are those of the model's first release, with one matrix an expert
+(layers/published.py). Scales of stacked experts have the layout of their weight, one element a block.
 """
 
 from __future__ import annotations
@@ -30,14 +28,13 @@ from ds_fp8.layers.experts.selection import cast_of_experts, expert_weights, nam
 from ds_fp8.layers.published import IN_3D, IN_PARTS, Published, published, why_not_in_fp8
 from ds_fp8.layers.selection import first_matches, linear_layers
 
+# Layers that servers stack into one matrix, in one format.
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that servers stack into one matrix, which is FP8 as a whole or not at all."""
 LAYOUTS = ("bf16", "fp8", "compressed-tensors")
+# Layout -> suffix of the name of a weight's scales.
 SCALE_SUFFIX = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
-"""Layout -> what follows a weight's name in the name of its scales."""
 
-SCALED = "munit_"
-"""Beginning of the types of models that ds_fp8.research scales."""
+SCALED = "munit_"  # prefix of the types of models scaled by ds_fp8.research
 
 _STRATEGIES = {
     "128x128": {
@@ -48,40 +45,38 @@ _STRATEGIES = {
     "tensor": {"weights": {"strategy": "tensor"}, "input_activations": {"strategy": "token"}},
 }
 
-
-Numbers = dict[str, torch.Tensor | QuantizedTensor]
-"""Tensors and FP8 weights by name."""
+Tensors = dict[str, torch.Tensor | QuantizedTensor]  # by name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a folder holds in place of a parameter or stored buffer, or of several that it joins."""
+    """The folder's tensors of one parameter or stored buffer of the model, or of several joined ones."""
 
     form: Published
     quantized: bool = False
 
     @property
     def name(self) -> str:
-        """Return the name in the model, of joined ones the first."""
+        """Return the name in the model, the first of joined ones."""
         return next(iter(self.form.shapes))
 
-    def stored(self, of_model: Numbers) -> Numbers:
-        """Return what the folder holds, by its names, of numbers by the model's."""
-        numbers = of_model[self.name]
+    def stored(self, of_model: Tensors) -> Tensors:
+        """Return the folder's tensors, by its names, from the model's tensors by theirs."""
+        weight = of_model[self.name]
         if self.form.parts is None:
-            return {self.form.stored[0]: numbers}
-        if not isinstance(numbers, QuantizedTensor):
-            found = self.form.parts(of_model)
-            return {name: part if part.is_meta else part.contiguous() for name, part in found.items()}
-        # A matrix of each expert. The codes of experts [E, N, K] are [E*N, K], their scales likewise.
+            return {self.form.stored[0]: weight}
+        if not isinstance(weight, QuantizedTensor):
+            parts = self.form.parts(of_model)
+            return {name: part if part.is_meta else part.contiguous() for name, part in parts.items()}
+        # One matrix an expert. Data of experts [E, N, K] is [E*N, K], and so are the scales.
         shape = self.form.shapes[self.name]
-        codes = self.form.parts({self.name: numbers.data.view(torch.uint8).view(shape)})
-        scales = self.form.parts({self.name: numbers.scale.contiguous().view(shape[0], -1, numbers.scale.shape[-1])})
+        data = self.form.parts({self.name: weight.data.view(torch.uint8).view(shape)})
+        scales = self.form.parts({self.name: weight.scale.contiguous().view(shape[0], -1, weight.scale.shape[-1])})
         result = {}
-        for name, own in codes.items():
-            # Sides of one block are lost where transformers takes the experts apart.
-            scale = scales[name].contiguous().view(scale_shape(own.shape, numbers.granularity))
-            result[name] = replace(numbers, data=own.contiguous().view(numbers.data.dtype), scale=scale)
+        for name, own in data.items():
+            # transformers' split into experts drops dimensions of size 1: the view restores them.
+            scale = scales[name].contiguous().view(scale_shape(own.shape, weight.granularity))
+            result[name] = replace(weight, data=own.contiguous().view(weight.data.dtype), scale=scale)
         return result
 
     def tensors(self, plan: Plan) -> dict[str, torch.Tensor]:
@@ -96,14 +91,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """Contents of a folder except its numbers."""
+    """Contents of a folder without values. `left`: linear layers (tied ones, too), experts, routers in BF16; why."""
 
     layout: str
     cast: WeightCast
     entries: list[Entry]
     left: dict[str, str] = field(default_factory=dict)
-    """Linear layers in BF16, tied ones among them, experts and routers, with the reason."""
-    origin: str = "The codes are those that training computed with, cast from its FP32 master weights"
+    origin: str = "The FP8 weights are those of training, quantized from its FP32 master weights"
 
     @property
     def quantized(self) -> list[str]:
@@ -111,7 +105,7 @@ class Plan:
 
 
 def check_architecture(config: PretrainedConfig | None) -> None:
-    """Raise UserError for a model that servers would take for another."""
+    """Raise UserError for a model that servers would load as another model."""
     kind = getattr(config, "model_type", "")
     if kind.startswith(SCALED):
         raise UserError(
@@ -122,7 +116,7 @@ def check_architecture(config: PretrainedConfig | None) -> None:
 
 
 def adapters_refused() -> UserError:
-    """Return the error for a model of PEFT, which stays one when its adapters are merged in place."""
+    """Return the error for a model of PEFT, with adapters or with adapters merged in place."""
     return UserError(
         "this model has adapters of PEFT, whose layers stay when merged, and folders and servers hold plain models",
         remedy="load what model.save_pretrained wrote onto the base, call merge_and_unload(), and export an engine "
@@ -130,29 +124,29 @@ def adapters_refused() -> UserError:
     )
 
 
-def named_tensors(name: str, numbers: torch.Tensor | QuantizedTensor, layout: str) -> dict[str, torch.Tensor]:
-    """Return a stored weight's tensors under the names of a folder: codes and scales, or the weight itself."""
-    if isinstance(numbers, QuantizedTensor):
-        return {name: numbers.data, name + SCALE_SUFFIX[layout]: numbers.scale.contiguous()}
-    return {name: numbers.contiguous()}
+def named_tensors(name: str, weight: torch.Tensor | QuantizedTensor, layout: str) -> dict[str, torch.Tensor]:
+    """Return the folder's tensors of a weight, by name: data and scales, or the weight itself."""
+    if isinstance(weight, QuantizedTensor):
+        return {name: weight.data, name + SCALE_SUFFIX[layout]: weight.scale.contiguous()}
+    return {name: weight.contiguous()}
 
 
 def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, layout: str) -> Plan:
     """Plan the folder of a model.
 
     Args:
-        model: On any device, partitioned or without data too.
-        left: Linear layers, and weights of experts, that training computed in BF16, with the reason.
-        linear: How training cast weights. Those that an override casts in another way are stored in BF16.
+        model: On any device, sharded or on "meta".
+        left: Linear layers, and weights of experts, in BF16 in training, with the reason.
+        linear: The section fp8.linear of the training. Weights with another quantization, by an override, are stored
+            in BF16.
         layout: One of LAYOUTS.
     """
     check_architecture(getattr(model, "config", None))
-    # As PEFT marks a model, its own or one of transformers: layers below adapters have other names.
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "peft_config"):  # PEFT's mark: layers below adapters have other names
         raise adapters_refused()
     cast = linear.weight
     check_layout(layout, cast)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of tied ones the first
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # the first of tied ones
     forms = published(model)
     by_name = {name: form for form in forms for name in form.shapes}
     if layout == "bf16":
@@ -160,19 +154,18 @@ def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, l
     linears = linear_layers(model)
     if (why := why_not_in_fp8(model, forms)) is not None:
         raise UserError(why, remedy="--format bf16")
-    # In this order: the first reason found for a layer is the one reported.
+    # In this order: the first reason of a layer is reported.
     reasons = {name: left[name] for name in linears if name in left}
-    for name, pattern in first_matches(linears, linear.overrides).items():
-        override = linear.overrides[pattern]
+    overrides = {name: linear.overrides[key] for name, key in first_matches(linears, linear.overrides).items()}
+    for name, override in overrides.items():
         if override != "bf16" and str(override.weight) != str(cast):
-            reasons.setdefault(name, f"trained with its weight cast {override.weight}, and a folder holds one cast")
-    for name, pattern in {**dict.fromkeys(linears), **first_matches(linears, linear.overrides)}.items():
-        casts = linear if pattern is None else linear.overrides[pattern]
-        if casts != "bf16" and casts.why_not_served is not None:
-            reasons.setdefault(name, casts.why_not_served)
+            reasons.setdefault(name, f"trained with its weight in {override.weight}, and a folder has one format")
+    for name in linears:
+        section = overrides.get(name, linear)
+        if section != "bf16" and section.why_not_served is not None:
+            reasons.setdefault(name, section.why_not_served)
     for name, layer in linears.items():
-        # Under ZeRO-3 a parameter has no data here: its whole shape is asked for.
-        rows, columns = shape_of(layer.weight)
+        rows, columns = shape_of(layer.weight)  # unsharded
         if names[id(layer.weight)] != f"{name}.weight":
             reasons.setdefault(name, f"shares its weight with {names[id(layer.weight)]}")
         elif cast.granularity == "128x128" and (rows % BLOCK or columns % BLOCK):
@@ -182,7 +175,7 @@ def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, l
     for name in linears:
         parent, _, leaf = name.rpartition(".")
         merged = next((group for group in MERGED if leaf in group), ())
-        # After all reasons are known: one layer in BF16 takes its whole group along.
+        # After all other reasons: one layer in BF16 keeps its group in BF16.
         partner = next((other for other in merged if f"{parent}.{other}" in reasons), None)
         if partner is not None:
             reasons.setdefault(name, f"servers stack it with {partner}, which is in BF16")
@@ -192,15 +185,16 @@ def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, l
         why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise UserError(f"no layer of this model can be stored in FP8 ({why})", remedy="--format bf16")
     planned = [Entry(form, not in_fp8.isdisjoint(form.shapes)) for form in forms]
-    return Plan(layout, cast, planned, _by_both_names(model, reasons | _beside_experts(model, planned, left), planned))
+    reasons |= _neighbours_of_experts(model, planned, left)
+    return Plan(layout, cast, planned, _by_both_names(model, reasons, planned))
 
 
 def plan_to_serve(model: nn.Module, left: Mapping[str, str], linear: LinearConfig) -> Plan:
-    """Plan the weights of a running server: in FP8 as training cast them; all in BF16 where no layout can."""
+    """Plan the weights of a running server: the quantized weights of training, or all BF16 if no layout holds them."""
     why = linear.why_not_served
     if why is None:
         layout = "fp8" if linear.weight.granularity == "128x128" else "compressed-tensors"
-        # MX and NVFP4 weights, or no layer at all that could be in FP8. What else is wrong is raised below too.
+        # Fails for MX and NVFP4 weights and without FP8 layers; other errors are raised again below.
         try:
             return make_plan(model, left, linear, layout)
         except UserError as error:
@@ -213,14 +207,14 @@ def plan_to_serve(model: nn.Module, left: Mapping[str, str], linear: LinearConfi
 def _experts_in_fp8(
     model: nn.Module, left: Mapping[str, str], linear: LinearConfig, layout: str, forms: Mapping[str, Published]
 ) -> set[str]:
-    """Return the weights of experts that are stored in FP8: all of a module's, or none."""
+    """Return the weights of experts to store in FP8: all of a module, or none."""
     names = names_of_experts(model)
-    override_of = first_matches(names, linear.overrides)
+    overrides = {name: linear.overrides[key] for name, key in first_matches(names, linear.overrides).items()}
     cast, found = linear.weight.spec, set()
     for module in {name.rpartition(".")[0] for name in names}:
         weights = [name for name in names if name.rpartition(".")[0] == module]
-        casts = [linear.overrides[override_of[name]] if name in override_of else linear for name in weights]
-        # Servers run the experts of a layer in one kernel, which takes codes for all of them or for none.
+        casts = [overrides.get(name, linear) for name in weights]
+        # Servers run the experts of a layer in one kernel: all in FP8, or none.
         alike = all(name not in left for name in weights) and all(own != "bf16" for own in casts)
         alike = alike and all(name in forms and forms[name].matrices for name in weights)
         if alike and layout == "fp8" and all(cast_of_experts(own.weight.spec) == cast for own in casts):
@@ -228,8 +222,8 @@ def _experts_in_fp8(
     return found
 
 
-def _beside_experts(model: nn.Module, entries: Iterable[Entry], left: Mapping[str, str]) -> dict[str, str]:
-    """Return modules of layers with experts that are in BF16 and no linear layers: servers make linears of routers."""
+def _neighbours_of_experts(model: nn.Module, entries: Iterable[Entry], left: Mapping[str, str]) -> dict[str, str]:
+    """Return modules in BF16, no linears, of layers with experts, with reasons: servers load routers as linears."""
     experts, linears, found = set(names_of_experts(model)), linear_layers(model), {}
     layers = {name.rpartition(".")[0] for name, module in model.named_modules() if expert_weights(name, module)}
     for entry in entries:
@@ -244,12 +238,12 @@ def _beside_experts(model: nn.Module, entries: Iterable[Entry], left: Mapping[st
 
 
 def _by_both_names(model: nn.Module, reasons: Mapping[str, str], entries: Iterable[Entry]) -> dict[str, str]:
-    """Return reasons by the modules' names in transformers and by those in the folder, which vLLM has."""
+    """Return reasons by the names of modules in transformers, and by those of the folder, for vLLM."""
     experts, result = set(names_of_experts(model)), dict(reasons)
     for entry in entries:
         module = entry.name.rpartition(".")[0]
         for name in entry.form.stored if module in reasons and not entry.quantized else ():
-            # Some models store experts as one tensor beside the router, such as Granite's input_linear.weight.
+            # Some models store experts as one tensor next to the router (Granite's input_linear.weight).
             before, inside, _ = name.partition(".experts.")
             listed = inside and entry.name in experts
             result[f"{before}.experts" if listed else name.removesuffix(".weight")] = reasons[module]
@@ -257,38 +251,30 @@ def _by_both_names(model: nn.Module, reasons: Mapping[str, str], entries: Iterab
 
 
 def check_layout(layout: str, cast: WeightCast) -> None:
-    """Raise UserError for a layout that does not exist or cannot hold weights cast as `cast` says."""
+    """Raise UserError for an unknown layout, or one that cannot hold weights of this format and granularity."""
     if layout not in LAYOUTS:
         raise UserError(f'unknown layout "{layout}"', key="--format", remedy=f"one of {', '.join(LAYOUTS)}")
     if layout == "bf16":
         return
+    key, remedy = "fp8.linear.weight.granularity", "--format bf16"
     if cast.format != "e4m3":
-        raise UserError(
-            f"servers read weights in E4M3, but these were trained in {cast.format.upper()}",
-            key="fp8.linear.weight.format",
-            remedy="--format bf16",
-        )
-    # Servers have kernels for these granularities only; converting to another would change the weights that were
-    # trained.
-    if cast.granularity not in _STRATEGIES:
-        raise UserError(
-            f"no layout holds weights with one scale a {cast.granularity}",
-            key="fp8.linear.weight.granularity",
-            remedy="--format bf16",
-        )
-    if layout == "fp8" and cast.granularity != "128x128":
-        raise UserError(
-            f"the layout fp8 has one scale a 128x128 block, and these weights have one a {cast.granularity}",
-            key="fp8.linear.weight.granularity",
-            remedy="--format compressed-tensors",
-        )
+        key = "fp8.linear.weight.format"
+        problem = f"servers read weights in E4M3, but these were trained in {cast.format.upper()}"
+    elif cast.granularity not in _STRATEGIES:  # servers have no kernels, and another granularity is another weight
+        problem = f"no layout holds weights with one scale a {cast.granularity}"
+    elif layout == "fp8" and cast.granularity != "128x128":
+        remedy = "--format compressed-tensors"
+        problem = f"the layout fp8 has one scale a 128x128 block, and these weights have one a {cast.granularity}"
+    else:
+        return
+    raise UserError(problem, key=key, remedy=remedy)
 
 
 def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> dict[str, Any]:
     """Return the "quantization_config" section of config.json.
 
-    `left` are the full names of all linear layers, and modules of experts, in BF16: vLLM compares them exactly,
-    transformers as prefix and suffix.
+    left: full names of all linear layers, and modules of experts, in BF16: vLLM compares them exactly, transformers as
+    prefix and suffix.
     """
     if layout == "fp8":
         result = {
@@ -297,11 +283,10 @@ def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> d
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": list(left),
-            "ignored_layers": list(left),  # the same to vLLM, which did not always know the other name
+            "ignored_layers": list(left),  # the name in earlier releases of vLLM
         }
         return result | ({"scale_fmt": "ue8m0"} if cast.scale == "pow2" else {})
-    # Weights have stored scales ("dynamic": False); inputs get theirs from the numbers of each token or group, as in
-    # training.
+    # Scales of weights are stored ("dynamic": False), those of inputs computed per token or group, as in training.
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     strategies = _STRATEGIES[cast.granularity]
     group = {
@@ -313,11 +298,7 @@ def quantization_config(layout: str, cast: WeightCast, left: Iterable[str]) -> d
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "ignore": [_all_of_experts(name) for name in left],
+        # compressed-tensors matches the matrices of experts one by one.
+        "ignore": [rf"re:{re.escape(n)}\..*" if n.rpartition(".")[2] == "experts" else n for n in left],
         "config_groups": {"group_0": group},
     }
-
-
-def _all_of_experts(name: str) -> str:
-    """Return a pattern for the matrices of a module of experts: readers of compressed-tensors ask for one by one."""
-    return rf"re:{re.escape(name)}\..*" if name.rpartition(".")[2] == "experts" else name

@@ -1,4 +1,4 @@
-"""Work that every rank does and any of them may fail at, without leaving the others in a collective."""
+"""Calls on all ranks: the error of one rank is raised on all, and no rank waits in a collective."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ T = TypeVar("T")
 
 
 def together(call: Callable[[], T], words: Callable[[Exception], UserError] | None = None) -> list[T]:
-    """Call on every rank and return what each returned; raise on all what failed on one. Collective at its end.
+    """Return the results of `call` of all ranks, or raise the error of one on all. Collective after the call.
 
-    Args:
-        call: What to do.
-        words: Makes a UserError of what failed; without it a rank raises its own error as it is.
+    words: makes a UserError of an error; without it a rank raises its own error unchanged.
     """
-    result = own = told = None
+    result = own = report = None
     try:
         result = call()
     except Exception as error:
         own = error if words is None or isinstance(error, UserError) else words(error)
-        told = _words(own)
-    answers: list[Any] = [(result, told)]
+        report = _report(own)
+    answers: list[Any] = [(result, report)]
     if dist.get_world_size() > 1:
         answers = [None] * dist.get_world_size()
-        torch.distributed.all_gather_object(answers, (None if own else result, told))
+        torch.distributed.all_gather_object(answers, (None if own else result, report))
     if own is not None:
         raise own
-    for _, told in answers:
-        if told is not None:
-            raise UserError(told[0], remedy=told[1], key=told[2])
+    for _, report in answers:
+        if report is not None:
+            raise UserError(report[0], remedy=report[1], key=report[2])
     return [result for result, _ in answers]
 
 
-def _words(error: Exception) -> tuple[str, str, str]:
+def _report(error: Exception) -> tuple[str, str, str]:
     known = as_user_error(error)
     if known is not None:
         return f"{known.problem} ({known.file})" if known.file else known.problem, known.remedy, known.key

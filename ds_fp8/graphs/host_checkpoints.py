@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ds_fp8.layers.attention.kept import FUNCTION
+from ds_fp8.layers.attention.selective_checkpointing import FUNCTION
 from ds_fp8.zero.streams import current_stream, new_stream, on_stream, record_event, wait_event, wait_stream
 
 

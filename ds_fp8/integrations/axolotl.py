@@ -1,4 +1,4 @@
-"""A plugin of Axolotl, to be named under `plugins:` of its YAML, beside `deepspeed:` with an "fp8" section."""
+"""Plugin of Axolotl, listed under `plugins:` of its YAML, with an "fp8" section in the file of `deepspeed:`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_fp8.integrations.install import install
 
 
 class FP8Plugin(BasePlugin):
-    """Makes the DeepSpeed engine of an Axolotl run honour the "fp8" section of its configuration."""
+    """Applies the "fp8" section of an Axolotl run's DeepSpeed configuration."""
 
     def pre_model_load(self, cfg: Any) -> None:
         if getattr(cfg, "fp8", None):

@@ -1,4 +1,4 @@
-"""`install`: every deepspeed.initialize of the process honours the "fp8" section of its configuration."""
+"""`install`: deepspeed.initialize applies the "fp8" section of its configuration, in the whole process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from ds_fp8.engine.initialize import initialize
 from ds_fp8.layers.attention import documents
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
-VARIABLE = "DS_FP8"
-"""Environment variable with the section of configurations that have none: a preset's name, or a JSON object."""
+VARIABLE = "DS_FP8"  # environment: the section of configurations without one, a preset's name or a JSON object
 
-_replaced: list[tuple[Any, str, Callable]] = []
-"""Replaced functions: (owner, name, original)."""
+_replaced: list[tuple[Any, str, Callable]] = []  # (owner, name, original) of replaced functions
 _default: dict[str, Any] | None = None
 _without: Literal["accept", "say", "refuse"] = "accept"
 
@@ -34,33 +32,31 @@ _without: Literal["accept", "say", "refuse"] = "accept"
 def install(
     fp8: str | bool | Mapping[str, Any] | None = None, without_section: Literal["accept", "say", "refuse"] = "accept"
 ) -> None:
-    """Make deepspeed.initialize honour "fp8" sections, for all callers in this process.
+    """Apply "fp8" sections in deepspeed.initialize, for all callers in this process.
 
-    Call it before training starts; a second call only changes `fp8`. A program that has already taken the function by
-    `from deepspeed import initialize` is not reached. Configurations without a section stay plain DeepSpeed.
+    Call it before training, and before any `from deepspeed import initialize`; a second call only changes `fp8`.
+    Configurations without a section stay plain DeepSpeed.
 
     Args:
-        fp8: Section for configurations that have none, or the name of a preset. Default: the environment variable
-            DS_FP8, for programs whose DeepSpeed configuration is not a file.
-        without_section: How to treat a configuration without a section if there is no default: "accept" it, "say" so
+        fp8: Section for configurations without one, or the name of a preset. Default: the environment variable DS_FP8,
+            for programs whose DeepSpeed configuration is not a file.
+        without_section: Treatment of a configuration without a section if there is no default: "accept" it, "say" so
             in one line of rank 0, or "refuse" it with a UserError.
     """
     global _default, _without
     _without = without_section
     source = f"environment variable {VARIABLE}" if fp8 is None else None
     _default = _as_section(os.environ.get(VARIABLE) or None if fp8 is None else fp8, source)
-    # Once: a second wrapper would apply the default section twice.
     if _replaced:
         return
-    # Accelerate lets the ranks meet before deepspeed.initialize: here it is still in time.
-    disable_shm_build()
+    disable_shm_build()  # here: Accelerate initializes the process group before deepspeed.initialize
     _replace(deepspeed, "initialize", _with_default)
     if find_spec("accelerate"):
         from accelerate import data_loader
         from accelerate.utils import DeepSpeedPlugin
 
-        _replace(data_loader, "send_to_device", noting)
-        _replace(DeepSpeedPlugin, "deepspeed_config_process", _without_section)
+        _replace(data_loader, "send_to_device", cache_on_batches)
+        _replace(DeepSpeedPlugin, "deepspeed_config_process", _hide_section)
 
 
 def uninstall() -> None:
@@ -78,16 +74,16 @@ def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> Non
 
 
 def with_section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a DeepSpeed configuration with the default section, where it has none and `install` set one."""
+    """Return a DeepSpeed configuration with the default section of `install`, if it has none."""
     return raw if _default is None else {"fp8": _default} | raw
 
 
 def _with_default(original: Callable) -> Callable:
-    """Return ds_fp8.initialize, with the default section where the configuration has none."""
+    """Return ds_fp8.initialize with the default section for configurations without one."""
 
     @functools.wraps(original)
     def deepspeed_initialize(*args: Any, **keywords: Any) -> tuple:
-        # By DeepSpeed's own signature, since callers pass the configuration by position, by two names, or in args.
+        # By DeepSpeed's signature: callers pass the configuration by position, by two names, or in args.
         call = signature(original).bind(*args, **keywords).arguments
         in_args = getattr(call.get("args"), "deepspeed_config", None)
         given = next((c for c in (call.get("config"), call.get("config_params"), in_args) if c is not None), None)
@@ -111,17 +107,17 @@ def _note_without_section(file: str | None) -> None:
     logger.warning("ds_fp8: %s%s; %s", problem, f" ({file})" if file else "", remedy)
 
 
-def _without_section(original: Callable) -> Callable:
-    """Return Accelerate's fill-in of "auto" values, which refuses those it does not know, without the "fp8" section."""
+def _hide_section(original: Callable) -> Callable:
+    """Return Accelerate's fill-in of "auto" values without the "fp8" section, whose "auto" it would refuse."""
 
     @functools.wraps(original)
     def deepspeed_config_process(self: Any, prefix: str = "", mismatches: Any = None, config: Any = None, **more: Any):
-        whole = self.deepspeed_config if config is None else config
-        section = {"fp8": whole.pop("fp8")} if not prefix and "fp8" in whole else {}
+        raw = self.deepspeed_config if config is None else config
+        section = {"fp8": raw.pop("fp8")} if not prefix and "fp8" in raw else {}
         try:
             return original(self, prefix, mismatches, config, **more)
         finally:
-            whole.update(section)
+            raw.update(section)
 
     return deepspeed_config_process
 
@@ -141,23 +137,22 @@ def _as_section(fp8: str | bool | Mapping[str, Any] | None, source: str | None) 
     return dict(as_section(section))
 
 
-def noting(send_to_device: Callable) -> Callable:
-    """Return Accelerate's move of batches to a device, with notes on the masks and positions that arrive."""
-
-    def note_mask(here: torch.Tensor, there: torch.Tensor) -> None:
-        documents.note_whole(there, bool(here.all()))
+def cache_on_batches(send_to_device: Callable) -> Callable:
+    """Return Accelerate's move of batches to a device, with facts on masks and positions cached on the result."""
 
     @functools.wraps(send_to_device)
-    def send_and_note(batch: Any, *args: Any, **keywords: Any) -> Any:
+    def send(batch: Any, *args: Any, **keywords: Any) -> Any:
         moved = send_to_device(batch, *args, **keywords)
         if isinstance(batch, Mapping) and isinstance(moved, Mapping):
-            for name, learn in (("attention_mask", note_mask), ("position_ids", documents.note_as)):
+            for name in ("attention_mask", "position_ids"):
                 here, there = batch.get(name), moved.get(name)
                 both = torch.is_tensor(here) and torch.is_tensor(there) and here.dim() == there.dim() == 2
-                # Read on the host, where it costs microseconds; asking the device later would make the host wait in
-                # every step.
+                # Computed on the host in microseconds; on the device a host sync in every step.
                 if both and here.device.type == "cpu" and not there.is_inference():
-                    learn(here, there)
+                    if name == "position_ids":
+                        documents.note_as(here, there)
+                    else:
+                        documents.note_whole(there, bool(here.all()))
         return moved
 
-    return send_and_note
+    return send

@@ -1,4 +1,4 @@
-"""Rollouts of TRL with the codes that training multiplies by, where TRL gathers weights one by one in BF16."""
+"""Rollouts of TRL with the quantized weights of training; TRL itself gathers weights in BF16."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _originals: dict[str, Callable] = {}
 
 
 def install() -> None:
-    """Let TRL's trainers hand their vLLM FP8 codes wherever the DeepSpeed configuration has an "fp8" section.
+    """Send FP8 weights from TRL's trainers to their vLLM if the DeepSpeed configuration has an "fp8" section.
 
-    Call it before the trainer is made, beside `ds_fp8.install()`. Colocated vLLMs are started for the training's codes.
-    A server of its own (vllm_mode="server") is to be started on a folder in the same layout, by `ds-fp8 export`.
-    Trainers without the section, and adapters, which TRL merges and sends in BF16, are left as they are.
+    Call it before the trainer is made, next to `ds_fp8.install()`. Colocated vLLMs start with the layout of the
+    training. A server of its own (vllm_mode="server") must be started on a folder of the same layout, by `ds-fp8
+    export`. Trainers without the section, and with adapters, which TRL merges and sends in BF16, are unchanged.
     """
     try:
         from trl.generation.vllm_generation import VLLMGeneration
@@ -39,9 +39,10 @@ def install() -> None:
 
     if _originals:
         return
-    for name, wrap in {"_init_vllm": _init, "sync_weights": _sync, "_iter_named_params": _tensors}.items():
+    replacements = {"_init_vllm": _init_vllm, "sync_weights": _sync_weights, "_iter_named_params": _iter_named_params}
+    for name, replacement in replacements.items():
         _originals[name] = original = getattr(VLLMGeneration, name)
-        setattr(VLLMGeneration, name, functools.wraps(original)(wrap(original)))
+        setattr(VLLMGeneration, name, functools.wraps(original)(replacement))
 
 
 def uninstall() -> None:
@@ -53,29 +54,29 @@ def uninstall() -> None:
 
 
 def vllm_arguments(model: torch.nn.Module, fp8: FP8Config) -> dict[str, Any]:
-    """Return the arguments of a vLLM that takes the weights of this model, trained with this section.
+    """Return the arguments of a vLLM for the weights of this model, trained with this section.
 
-    It starts on the model's own folder without reading its weights: `sync_weights` brings them.
+    vLLM starts on the model's own folder without reading its weights: `sync_weights` sends them.
     """
-    # As `served_plan`, before there is an engine.
+    # As in `served_plan`, before there is an engine.
     left = unconverted(model, group_plan(fp8)) | experts_left(model, group_plan(fp8))
     plan = plan_to_serve(model, left, fp8.linear)
     in_bf16 = "leave ds_fp8.integrations.trl.install() out, and TRL sends weights in BF16"
     if plan.quantized and plan.cast.granularity == "tensor":
         raise UserError(
-            "vLLM casts weights with scales by tensor again",
+            "vLLM quantizes weights with scales by tensor again",
             key="fp8.linear.weight.granularity",
             remedy=f'train with "128x128" or "row"; or {in_bf16}',
         )
     result: dict[str, Any] = {
         "load_format": "dummy",
         "weight_transfer_config": transfer_config(),
-        "dtype": "bfloat16",  # of what is not FP8, whatever type the folder names
+        "dtype": "bfloat16",  # of tensors not in FP8
     }
     if plan.layout != "bf16":
         result["hf_overrides"] = {"quantization_config": quantization_config(plan.layout, plan.cast, plan.left)}
     if plan.cast.scale != "pow2":
-        # DeepGEMM would cast FP32 scales again to powers of two.
+        # DeepGEMM would quantize again, with powers of two.
         os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
     return result
 
@@ -102,47 +103,36 @@ def _engine(generation: Any) -> Any:
     return wrapped.engine
 
 
-def _init(original: Callable) -> Callable:
-    def init_vllm(self: Any) -> None:
-        from trl.generation import vllm_generation
-
-        fp8 = _section(self)
-        # Without vLLM TRL says so itself.
-        if fp8 is None or self.mode != "colocate" or find_spec("vllm") is None:
-            original(self)
-            return
-        llm = vllm_generation.LLM
-        vllm_generation.LLM = functools.partial(llm, **vllm_arguments(self.model, fp8))
-        try:
-            original(self)
-        finally:
-            vllm_generation.LLM = llm
-
-    return init_vllm
+# Methods of TRL's VLLMGeneration that `install` replaces.
 
 
-def _sync(original: Callable) -> Callable:
-    def sync(self: Any) -> None:
-        engine = _engine(self)
-        if engine is None or self.mode != "colocate":
-            original(self)
-            return
-        if self.enable_sleep_mode:
-            torch.cuda.empty_cache()
-            self.llm.wake_up(tags=["weights"])
-            self._llm_weights_sleeping = False
-        sync_weights(engine, self.llm)
+def _init_vllm(self: Any) -> None:
+    from trl.generation import vllm_generation
 
-    return sync
+    fp8 = _section(self)
+    # Without vLLM TRL raises its own error.
+    if fp8 is None or self.mode != "colocate" or find_spec("vllm") is None:
+        return _originals["_init_vllm"](self)
+    llm = vllm_generation.LLM
+    vllm_generation.LLM = functools.partial(llm, **vllm_arguments(self.model, fp8))
+    try:
+        _originals["_init_vllm"](self)
+    finally:
+        vllm_generation.LLM = llm
 
 
-def _tensors(original: Callable) -> Callable:
-    """Let a server on other GPUs receive the same tensors by TRL's own broadcast."""
+def _sync_weights(self: Any) -> None:
+    engine = _engine(self)
+    if engine is None or self.mode != "colocate":
+        return _originals["sync_weights"](self)
+    if self.enable_sleep_mode:
+        torch.cuda.empty_cache()
+        self.llm.wake_up(tags=["weights"])
+        self._llm_weights_sleeping = False
+    sync_weights(engine, self.llm)
 
-    def tensors(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        engine = _engine(self)
-        if engine is None:
-            return original(self)
-        return served_tensors(engine, served_plan(engine))
 
-    return tensors
+def _iter_named_params(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors of a folder, for TRL's broadcast to a server on other GPUs."""
+    engine = _engine(self)
+    return _originals["_iter_named_params"](self) if engine is None else served_tensors(engine, served_plan(engine))

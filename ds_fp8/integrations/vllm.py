@@ -1,6 +1,6 @@
-"""Weights of a live engine into a running vLLM: the codes and scales of training, nowhere cast again.
+"""Update a running vLLM with the weights of a live engine: the quantized weights of training, unchanged.
 
-The calls of an update go to an LLM of this process, or to a server at an address.
+vLLM is an LLM of this process, or a server at an address.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.export.engines import gathered, served_plan
+from ds_fp8.export.engines import served_plan, unsharded_entries
 from ds_fp8.export.plan import Plan, named_tensors
 from ds_fp8.export.together import together
 from ds_fp8.integrations.vllm_backend import BACKEND, transfer_config
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 Named = list[tuple[str, torch.Tensor]]
 CHUNK_BYTES = 256 << 20
 VERSIONS = "vLLM 0.22 or later has these calls; 0.24.0 was tried"
-ABANDONING = 30
-"""Seconds that a server has for an answer after an update has failed."""
+ABANDONING = 30  # seconds for a server's answers after an update has failed
 
 __all__ = ["CHUNK_BYTES", "Sent", "sync_weights", "transfer_config"]
 
@@ -47,8 +46,7 @@ class Sent:
     bytes: int
     seconds: float
     chunks: int
-    layout: str
-    """ "fp8" or "compressed-tensors"; "bf16" where servers have no layout for the weights of training."""
+    layout: str  # "fp8" or "compressed-tensors"; "bf16" if no layout of servers holds the weights of training
 
 
 def sync_weights(
@@ -59,32 +57,35 @@ def sync_weights(
     pause: Literal["wait", "abort", "keep"] | None = "wait",
     timeout: float = 300,
 ) -> Sent:
-    """Give a running vLLM the weights that an engine trains, as they are between two steps. Collective.
+    """Send the weights of an engine to a running vLLM, between two steps. Collective.
 
-    Weights of FP8 layers travel as the codes that training multiplies by, the others in BF16. Names, types and shapes
-    are compared with the server's model before the first tensor is sent.
+    FP8 weights are sent as the quantized weights of training, others in BF16. Names, types and shapes are compared with
+    the server's model before the first tensor is sent.
 
     Args:
         engine: An engine of ds_fp8.initialize.
         server: This rank's own LLM, started with weight_transfer_config=transfer_config(); or the address of a server
             on the trainer's GPUs (vllm serve FOLDER --weight-transfer-config '{"backend": "ds_fp8"}').
-        chunk_bytes: About how much is gathered, sent and freed at a time; a larger tensor goes alone.
-        pause: How a server at an address treats running requests: "wait" for their end, "abort" them, or "keep" them
-            for later: their tokens stay, and the rest is computed by the new weights. None: it must have been paused
-            before.
-        timeout: Seconds that a server at an address has for an answer.
+        chunk_bytes: Unsharded, sent and freed at a time, about; a larger tensor is a chunk by itself.
+        pause: Running requests of a server at an address: "wait" for their end, "abort" them, or "keep" their tokens
+            and compute the rest with the new weights. None: the caller has paused the server.
+        timeout: Seconds for an answer of a server at an address.
 
     Returns:
-        What was sent by this rank.
+        The tensors, bytes and chunks of this rank.
 
     Raises:
-        UserError: on all ranks alike, what is refused or fails on the way. A server at an address then stays paused if
-            it may hold a part of the weights.
+        UserError: on all ranks, if the server refuses or a rank fails. A server at an address stays paused if it may
+            hold a part of the weights.
     """
     link = link_to(server, pause, timeout)
-    _refuse_adapters(engine)
+    if hasattr(engine.module, "peft_config"):
+        raise UserError(
+            "this model has adapters, and the weights below them do not change in training",
+            remedy="serve the folder of the base with --enable-lora, and load what model.save_pretrained wrote",
+        )
     plan, start = served_plan(engine), time.perf_counter()
-    announced, room = announcement(plan), _room(plan, chunk_bytes)
+    announced, buffer_bytes = announcement(plan), _buffer_bytes(plan, chunk_bytes)
     begun = False
     try:
         _together(link.open)
@@ -94,10 +95,10 @@ def sync_weights(
         _together(link.start)
         tensors = size = chunks = 0
         for chunk, failure in _chunks(engine, plan, chunk_bytes):
-            _send(link, chunk, room, failure)
+            _send(link, chunk, buffer_bytes, failure)
             tensors, chunks = tensors + len(chunk), chunks + 1
             size += sum(tensor.nbytes for _, tensor in chunk)
-            del chunk  # before the next one is gathered
+            del chunk  # before the next one is unsharded
         _together(link.finish)
     except BaseException as error:
         if begun:
@@ -115,18 +116,17 @@ def sync_weights(
 
 
 def announcement(plan: Plan) -> dict[str, Any]:
-    """Return all tensors that will be sent, by name, type and shape, and how weights were cast."""
+    """Return name, type and shape of all tensors to be sent, and the granularity and scale of FP8 weights."""
     tensors = [
         [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for entry in plan.entries
         for name, tensor in entry.tensors(plan).items()
     ]
-    # Without FP8 weights no cast of theirs can stand in the way.
-    granularity = plan.cast.granularity if plan.quantized else ""
+    granularity = plan.cast.granularity if plan.quantized else ""  # "": no FP8 weights to check
     return {"tensors": tensors, "granularity": granularity, "scale": plan.cast.scale}
 
 
-def _room(plan: Plan, chunk_bytes: int) -> int:
+def _buffer_bytes(plan: Plan, chunk_bytes: int) -> int:
     sizes = [padded(tensor) for entry in plan.entries for tensor in entry.tensors(plan).values()]
     return min(sum(sizes), max(chunk_bytes, *sizes))
 
@@ -136,7 +136,7 @@ def _together(call: Callable[[], Any]) -> list[Any]:
 
 
 def _as_user_error(error: Exception) -> UserError:
-    """Return what a worker of vLLM refused, with its remedy; any other of vLLM's errors in its own words."""
+    """Return the refusal of a worker of vLLM with its remedy, or another error of vLLM."""
     refused = re.search(r"\[ds_fp8\] (.*) \[remedy: (.*?)\]", str(error), re.DOTALL)
     if refused:
         return UserError(refused[1], remedy=refused[2])
@@ -152,28 +152,20 @@ def _as_user_error(error: Exception) -> UserError:
     )
 
 
-def _refuse_adapters(engine: deepspeed.DeepSpeedEngine) -> None:
-    if hasattr(engine.module, "peft_config"):
-        raise UserError(
-            "this model has adapters, and the codes below them do not change in training",
-            remedy="serve the folder of the base with --enable-lora, and load what model.save_pretrained wrote",
-        )
-
-
 def _chunks(engine: deepspeed.DeepSpeedEngine, plan: Plan, limit: int) -> Iterator[tuple[Named, Exception | None]]:
-    """Yield tensors that are sent together, and what failed on this rank while they were gathered. Collective.
+    """Yield chunks of tensors, and this rank's first error while they were unsharded. Collective.
 
-    By the sizes of the plan: whatever fails, all ranks have equally many chunks, and raise at the same one.
+    Chunks follow the sizes of the plan: with an error, too, all ranks have the same chunks.
     """
     chunk: Named = []
     failure: Exception | None = None
     size = 0
-    for entry, numbers in gathered(engine, plan):
+    for entry, unsharded in unsharded_entries(engine, plan):
         tensors: dict[str, torch.Tensor] = {}
         try:
-            if isinstance(numbers, Exception):
-                raise numbers
-            for name, part in entry.stored(numbers).items():
+            if isinstance(unsharded, Exception):
+                raise unsharded
+            for name, part in entry.stored(unsharded).items():
                 tensors |= named_tensors(name, part, plan.layout)
         except Exception as error:
             failure = failure or error
@@ -188,35 +180,35 @@ def _chunks(engine: deepspeed.DeepSpeedEngine, plan: Plan, limit: int) -> Iterat
         yield chunk, failure
 
 
-def _send(link: Link, chunk: Named, room: int, failure: Exception | None) -> None:
+def _send(link: Link, chunk: Named, buffer_bytes: int, failure: Exception | None) -> None:
     def fill() -> dict[str, Any]:
         if failure is not None:
             raise UserError(
-                f"rank {dist.get_rank()} failed while weights were gathered: {type(failure).__name__}: {failure}",
+                f"rank {dist.get_rank()} failed while weights were unsharded: {type(failure).__name__}: {failure}",
                 remedy="make memory free on its GPU, or give smaller chunk_bytes",
             ) from failure
-        return _buffer.filled(chunk, room) if link.by_handle else {"weights": chunk}
+        return _buffer.filled(chunk, buffer_bytes) if link.by_handle else {"weights": chunk}
 
     if not link.by_handle:
         _together(lambda: link.update(fill()))
         return
-    # Every rank packs: a worker of the server opens the buffer that lies on its own GPU.
+    # Every rank fills a buffer: a worker of the server opens the one on its own GPU.
     filled = _together(fill)
     handles = {gpu: handle for own in filled for gpu, handle in own["handles"].items()}
     _together(lambda: link.update({**filled[0], "handles": handles}))
 
 
 class SharedBuffer:
-    """Memory of this process's GPU, shared by one handle of CUDA that is made once and sent with every chunk.
+    """Memory on this process's GPU, shared by one CUDA IPC handle for all chunks.
 
-    torch counts the processes that may open shared memory, and frees it when they have: memory that nobody opens, on a
-    GPU without a worker of the server, is never freed. So there is one buffer, which stays.
+    torch frees shared memory after the processes expected to open it have done so: on a GPU without a worker of the
+    server never. One buffer for the process bounds that leak.
     """
 
     memory: torch.Tensor | None = None
     handles: dict[str, list[Any]]
 
-    def filled(self, chunk: Named, room: int) -> dict[str, Any]:
+    def filled(self, chunk: Named, nbytes: int) -> dict[str, Any]:
         parts, size = [], 0
         for name, tensor in chunk:
             parts.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size])
@@ -224,7 +216,7 @@ class SharedBuffer:
         device = chunk[0][1].device
         if self.memory is None or self.memory.numel() < size or self.memory.device != device:
             self.memory = None
-            self.memory = torch.empty(max(size, room), dtype=torch.uint8, device=device)
+            self.memory = torch.empty(max(size, nbytes), dtype=torch.uint8, device=device)
             self.handles = _handles(self.memory)
         for (_, tensor), (*_, start) in zip(chunk, parts, strict=True):
             self.memory[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
@@ -234,7 +226,7 @@ class SharedBuffer:
 
 
 def padded(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes in a buffer: any type can begin at a multiple of 16."""
+    """Return the bytes of a tensor in a buffer: a multiple of 16, aligned for any type."""
     return -(-tensor.nbytes // 16) * 16
 
 
@@ -249,8 +241,7 @@ def _name_of(device: torch.device | int) -> str:
 def _handles(buffer: torch.Tensor) -> dict[str, list[Any]]:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    # The last value asks a reader to wait for an event, which would be the buffer's making: `filled` waits itself.
-    rest = [*reduce_tensor(buffer)[1][7:-1], False]
+    rest = [*reduce_tensor(buffer)[1][7:-1], False]  # no event for readers to wait for: `filled` synchronizes
     fit = [{"bytes": b64encode(value).decode()} if isinstance(value, bytes) else value for value in rest]
     return {_name_of(buffer.device): fit}
 
@@ -259,13 +250,12 @@ _buffer = SharedBuffer()
 
 
 class Link:
-    """Calls of one update in their order: open, compare, start, update ..., finish, close; or abandon where one fails.
+    """Calls of an update, in order: open, compare, start, update ..., finish, close; or abandon after an error.
 
-    As it is: a rank that takes part in the gathers while rank 0 speaks with the server.
+    This class does nothing: the link of ranks that join the all-gathers while rank 0 calls a server.
     """
 
-    by_handle = True
-    """Whether the model lies in another process, which opens a buffer of this one."""
+    by_handle = True  # the model is in another process, which opens a buffer of this one
 
     def _nothing(self, *_: Any) -> None:
         pass
@@ -274,39 +264,53 @@ class Link:
 
 
 def link_to(server: LLM | str, pause: str | None, timeout: float) -> Link:
-    """Return this rank's link to its own LLM, or to a server, which rank 0 alone speaks with."""
+    """Return this rank's link to its own LLM, or rank 0's to a server."""
     if not isinstance(server, str):
-        return _Own(server)
-    return _Address(server.rstrip("/"), pause, timeout) if dist.get_rank() == 0 else Link()
+        return _LocalLLM(server)
+    return _Server(server.rstrip("/"), pause, timeout) if dist.get_rank() == 0 else Link()
 
 
-def _start(start: Callable[[], None], finish: Callable[[], None]) -> None:
-    try:
-        start()
-    except Exception as error:
-        if "already active" not in str(error):
-            raise
-        # A trainer has ended in the middle of its update, which `compare` has undone: it is closed, and this one begun.
-        finish()
-        start()
+class _VLLM(Link):
+    """Calls of vLLM's weight transfer, which an LLM and a server have by the same names."""
+
+    def call(self, name: str, **arguments: Any) -> None:
+        raise NotImplementedError
+
+    def compare(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", init_info=init_info)
+
+    def start(self) -> None:
+        try:
+            self.call("start_weight_update", is_checkpoint_format=True)
+        except Exception as error:
+            if "already active" not in str(error):
+                raise
+            # A trainer ended within its update, which `compare` has undone.
+            self.call("finish_weight_update")
+            self.call("start_weight_update", is_checkpoint_format=True)
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self.call("update_weights", update_info=update_info)
+
+    def finish(self) -> None:
+        self.call("finish_weight_update")
+        self.compare({"outcome": True})
+
+    def abandon(self) -> None:
+        # The first call restores the tensors that vLLM computed with, the second ends the update. Their own errors do
+        # not matter: the first error is reported.
+        for call in (lambda: self.update({"abandon": True}), lambda: self.call("finish_weight_update")):
+            with contextlib.suppress(Exception):
+                call()
 
 
-def _abandon(link: Link, finish: Callable[[], None]) -> None:
-    # The first call puts the tensors in place that vLLM computed with, the second makes it ready for another update.
-    # What failed before counts, not that these fail too.
-    for call in (lambda: link.update({"abandon": True}), finish):
-        with contextlib.suppress(Exception):
-            call()
-
-
-class _Own(Link):
+class _LocalLLM(_VLLM):
     """An LLM of this process."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
         executor = getattr(getattr(llm, "llm_engine", None), "model_executor", None)
-        # Tensors can be handed over as they are where the model lies in this very process.
-        self.by_handle = getattr(executor, "driver_worker", None) is None
+        self.by_handle = getattr(executor, "driver_worker", None) is None  # a worker in this process takes tensors
 
     def open(self) -> None:
         calls = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -316,27 +320,20 @@ class _Own(Link):
         if self.llm.llm_engine.has_unfinished_requests():
             raise UserError("a generation runs on this vLLM", remedy="sync between two calls of generate()")
 
-    def compare(self, init_info: dict[str, Any]) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start(self) -> None:
-        _start(lambda: self.llm.start_weight_update(is_checkpoint_format=True), self.llm.finish_weight_update)
-
-    def update(self, update_info: dict[str, Any]) -> None:
-        self.llm.update_weights({"update_info": update_info})
+    def call(self, name: str, **arguments: Any) -> None:
+        method = getattr(self.llm, name)
+        if name in ("init_weight_transfer_engine", "update_weights"):
+            method(arguments)  # one request, a dict
+        else:
+            method(**arguments)
 
     def finish(self) -> None:
-        self.llm.finish_weight_update()
-        self.compare({"outcome": True})
-        # Keys and values in it were computed from the old weights.
-        self.llm.reset_prefix_cache()
-
-    def abandon(self) -> None:
-        _abandon(self, self.llm.finish_weight_update)
+        super().finish()
+        self.llm.reset_prefix_cache()  # keys and values of the old weights
 
 
-class _Address(Link):
-    """A server at an address, which rank 0 speaks with."""
+class _Server(_VLLM):
+    """A server at an address, called by rank 0."""
 
     def __init__(self, url: str, pause: str | None, timeout: float):
         self.url, self.pause, self.timeout = url, pause, timeout
@@ -353,22 +350,11 @@ class _Address(Link):
                 f"requests may run on {self.url}",
                 remedy='POST /pause first, or give pause="wait", "abort", "keep"',
             )
-        # Before the answer: a server takes no more requests as soon as it is asked, and answers when the others end.
-        self.paused = True
+        self.paused = True  # before the answer: a server pauses at once, and answers when its requests have ended
         self.ask("POST", f"/pause?mode={self.pause}")
 
-    def compare(self, init_info: dict[str, Any]) -> None:
-        self.ask("POST", "/init_weight_transfer_engine", init_info=init_info)
-
-    def start(self) -> None:
-        _start(lambda: self.ask("POST", "/start_weight_update", is_checkpoint_format=True), self._end)
-
-    def update(self, update_info: dict[str, Any]) -> None:
-        self.ask("POST", "/update_weights", update_info=update_info)
-
-    def finish(self) -> None:
-        self._end()
-        self.compare({"outcome": True})
+    def call(self, name: str, **arguments: Any) -> None:
+        self.ask("POST", f"/{name}", **arguments)
 
     def close(self) -> None:
         if self.paused:
@@ -379,12 +365,8 @@ class _Address(Link):
                 raise UserError(f"{self.url} stays paused: {problem}", remedy="POST /resume to it") from None
 
     def abandon(self) -> None:
-        # It stays paused: some of its weights may be new ones and some old.
         self.timeout = min(self.timeout, ABANDONING)
-        _abandon(self, self._end)
-
-    def _end(self) -> None:
-        self.ask("POST", "/finish_weight_update")
+        super().abandon()  # and stays paused: old and new weights may be mixed
 
     def ask(self, method: str, path: str, **body: Any) -> dict[str, Any]:
         data = json.dumps(body).encode() if method == "POST" else None
@@ -396,7 +378,7 @@ class _Address(Link):
                     return json.loads(answer.read() or b"{}")
             except urllib.error.HTTPError as error:
                 code, text = error.code, error.read().decode(errors="replace")
-        # HTTPException: an answer that is none of HTTP's, or cut off. ValueError: no address, or no JSON.
+        # HTTPException: not HTTP, or cut off. ValueError: no address, or no JSON.
         except (OSError, HTTPException, ValueError) as error:
             raise UserError(
                 f"the server at {self.url} does not answer {path.partition('?')[0]}: {getattr(error, 'reason', error)}",

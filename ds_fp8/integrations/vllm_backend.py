@@ -1,4 +1,4 @@
-"""The name of ds_fp8's weight-transfer backend in vLLM, which every process of a server registers as a plugin."""
+"""ds_fp8's weight-transfer backend of vLLM, registered as a plugin in every process of a server."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ BACKEND = "ds_fp8"
 
 
 def register() -> None:
-    """Make vLLM know the backend "ds_fp8"; its module is imported once a server uses it."""
+    """Register the backend "ds_fp8" with vLLM; its module is imported at the first use."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
-        return  # a vLLM without weight transfer, which sync_weights refuses in words
-    # Registered before: vLLM may call plugins more than once.
-    with contextlib.suppress(ValueError):
+        return  # a vLLM without weight transfer, refused by sync_weights
+    with contextlib.suppress(ValueError):  # registered before: vLLM may call plugins more than once
         WeightTransferEngineFactory.register_engine(BACKEND, "ds_fp8.integrations.vllm_transfer", "WeightTransfer")
 
 
 def transfer_config() -> Any:
-    """Return what LLM(weight_transfer_config=...) takes, so that `sync_weights` can update it."""
+    """Return the argument of LLM(weight_transfer_config=...) for `sync_weights`."""
     from vllm.config import WeightTransferConfig
 
     register()

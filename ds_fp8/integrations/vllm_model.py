@@ -1,4 +1,4 @@
-"""Tensors of a model in vLLM beside those that training sends: names, types, shapes and scales."""
+"""Compare the tensors of a model in vLLM with those of training: names, types, shapes and scales."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import NoReturn
 
 from torch import nn
 
-Tensor = tuple[str, tuple[int, ...]]
-"""Type, such as "bfloat16", and shape."""
-STACKED_EXPERTS = "w13_weight"
-"""Attribute of modules with experts."""
+Tensor = tuple[str, tuple[int, ...]]  # type, such as "bfloat16", and shape
+STACKED_EXPERTS = "w13_weight"  # attribute of modules with experts
 
 
 def refuse(problem: str, remedy: str) -> NoReturn:
-    """Raise what `sync_weights` makes a UserError of, in the trainer's process."""
+    """Raise an error that `sync_weights`, in the trainer's process, turns into a UserError."""
     raise ValueError(f"[ds_fp8] {problem} [remedy: {remedy}]")
 
 
 def check_same_model(model: nn.Module, tensors: Iterable[Sequence], ranks: int = 1) -> None:
-    """Raise ValueError where the tensors that are to be sent are not, by name, type and shape, those of the model.
+    """Raise ValueError unless the tensors to be sent are those of the model, by name, type and shape.
 
-    `ranks` are those over which vLLM's tensor parallelism spreads it.
+    ranks: of vLLM's tensor parallelism.
     """
     sent = {name: (dtype, tuple(shape)) for name, dtype, shape in tensors}
     other = "start the server with the folder of the model that is trained, exported in the same layout"
@@ -34,20 +32,20 @@ def check_same_model(model: nn.Module, tensors: Iterable[Sequence], ranks: int =
         for name in names:
             if sent[name][0] != dtype:
                 refuse(f"{name} is {dtype} in the server and {sent[name][0]} in training", other)
-        whole = _stacked([sent[name][1] for name in names])
-        if not _fits(whole, shape, ranks):
-            refuse(f"{_some(names)} is {list(shape)} in the server and {list(whole)} in training", other)
+        stacked = _stacked([sent[name][1] for name in names])
+        if not _fits(stacked, shape, ranks):
+            refuse(f"{_some(names)} is {list(shape)} in the server and {list(stacked)} in training", other)
     unknown = [name for name in sent if name not in used]
     if unknown:
-        refuse(f"training sends {unknown[0]}, which the server's model has not", other)
+        refuse(f"training sends {unknown[0]}, which the server's model lacks", other)
 
 
 def check_scales(model: nn.Module, granularity: str, scale: str) -> None:
-    """Raise ValueError where the server's kernels would cast codes again, to scales of their own."""
+    """Raise ValueError if the server's kernels would quantize FP8 weights again, with other scales."""
     kernels = {kernel for module in model.modules() for kernel in _kernels(module)}
     if granularity == "tensor":
         refuse(
-            "vLLM casts stacked layers again where scales are by tensor, to the largest of their scales",
+            "vLLM quantizes stacked layers with scales by tensor again, with the largest of their scales",
             'train with blocks or rows: "fp8": {"linear": {"weight": {"granularity": "128x128"}}}',
         )
     # DeepGemmFp8BlockScaledMMKernel, and FlashInferFp8DeepGEMMDynamicBlockScaledKernel, which leaves weights to it.
@@ -56,16 +54,16 @@ def check_scales(model: nn.Module, granularity: str, scale: str) -> None:
 
         if is_deep_gemm_e8m0_used():
             refuse(
-                "training has FP32 scales, and this server's kernels (DeepGEMM) cast codes again to powers of two",
+                "training has FP32 scales, and this server's kernels (DeepGEMM) quantize again with powers of two",
                 "start the server with VLLM_USE_DEEP_GEMM_E8M0=0 in its environment",
             )
 
 
 def roll_back(model: nn.Module) -> None:
-    """Put every layer's tensors back in place that an update, which did not end, has taken out of it.
+    """Restore the tensors of layers that an unfinished update has not completed.
 
-    Layers that the update had completed keep their new numbers. Without this vLLM would go on to count the tensors of
-    the next update where this one has stopped, and take a layer for complete too early.
+    Completed layers keep their new weights. Otherwise vLLM would count the tensors of the next update on top of this
+    one's, and complete a layer too early.
     """
     from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
@@ -78,10 +76,10 @@ def roll_back(model: nn.Module) -> None:
 
 
 def names_in_folder(model: nn.Module) -> Callable[[str], list[str]]:
-    """Return a function from a tensor's name in vLLM to those in a folder of all that it stacks, in their order.
+    """Return a function from a tensor's name in vLLM to the names in a folder of its stacked tensors, in order.
 
-    vLLM stacks projections of the same input, and all experts of a layer: gates and ups into w13 [E, 2 I, H] and downs
-    into w2 [E, H, I], where folders have a matrix of each.
+    vLLM stacks projections of the same input, and the experts of a layer: gates and ups as w13 [E, 2 I, H], downs as w2
+    [E, H, I]; folders have one matrix an expert.
     """
     stacks, experts = getattr(model, "packed_modules_mapping", {}), []
     if any(hasattr(module, STACKED_EXPERTS) for module in model.modules()) and hasattr(model, "get_expert_mapping"):
@@ -103,13 +101,13 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         if hasattr(module, "kv_cache"):
-            continue  # attention: scales of its cache, which folders need not hold
+            continue  # attention: scales of its cache, optional in folders
         if hasattr(module, STACKED_EXPERTS) and module.local_num_experts != module.global_num_experts:
             refuse(
                 "this server has expert parallelism",
                 "start it without --enable-expert-parallel: --tensor-parallel-size spreads experts too",
             )
-        # As it was before kernels arranged it, which is how tensors arrive.
+        # In the layout before kernels rearranged it, that of tensors to be loaded.
         recorded = get_layerwise_info(module).restore_metadata[0] or module._parameters
         for own, parameter in recorded.items():
             # A head that shares the embedding's weight is not loaded.
@@ -121,7 +119,7 @@ def _held(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
             if own == "weight" and hasattr(module, "org_vocab_size"):
                 shape = (module.org_vocab_size, *shape[1:])  # vLLM pads the vocabulary
             if len(shape) == 3:
-                shape = (shape[0] * shape[1], shape[2])  # experts, one below the other
+                shape = (shape[0] * shape[1], shape[2])  # experts
             yield names_of(f"{path}.{own}"), (str(parameter.dtype).removeprefix("torch."), shape)
 
 
@@ -136,10 +134,9 @@ def _stacked(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
 
 
-def _fits(whole: tuple[int, ...], held: tuple[int, ...], ranks: int) -> bool:
-    return len(whole) == len(held or (1,)) and all(
-        own <= side <= own * ranks for side, own in zip(whole, held or (1,), strict=True)
-    )
+def _fits(shape: tuple[int, ...], shard: tuple[int, ...], ranks: int) -> bool:
+    shard = shard or (1,)
+    return len(shape) == len(shard) and all(n <= size <= n * ranks for size, n in zip(shape, shard, strict=True))
 
 
 def _kernels(module: nn.Module) -> Iterator[str]:

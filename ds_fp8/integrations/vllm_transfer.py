@@ -1,4 +1,4 @@
-"""The receiving end of `sync_weights`, which vLLM runs in each of its workers."""
+"""The receiver of `sync_weights`, in each worker of vLLM."""
 
 from __future__ import annotations
 
@@ -21,48 +21,38 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass
 class Announced(WeightTransferInitInfo):
-    """All tensors of an update, before the first of them is sent."""
+    """Tensors of an update, announced before the first is sent."""
 
-    tensors: list[tuple[str, str, list[int]]] = field(default_factory=list)
-    """(name, type, shape) of each."""
-    granularity: str = "128x128"
-    """Empty: nothing is sent in FP8."""
+    tensors: list[tuple[str, str, list[int]]] = field(default_factory=list)  # (name, type, shape) of each
+    granularity: str = "128x128"  # "": no FP8 tensors
     scale: str = "pow2"
-    gpus: list[str] = field(default_factory=list)
-    """Of the trainer, where a worker has to open buffers on them."""
-    outcome: bool = False
-    """Only say what failed in the update that has just ended."""
+    gpus: list[str] = field(default_factory=list)  # of the trainer, if workers open buffers on them
+    outcome: bool = False  # only report the error of the update just ended
 
 
 @dataclass
 class Chunk(WeightTransferUpdateInfo):
-    """Some tensors of an update: themselves within one process, else in one buffer that other processes open."""
+    """Some tensors of an update: `weights` within one process, else `parts` of a buffer shared between processes."""
 
     weights: Named | None = None
-    parts: list[tuple[str, str, list[int], int]] = field(default_factory=list)
-    """(name, type, shape, first byte) of each tensor in the buffer."""
-    size: int = 0
-    """Bytes of the buffer."""
-    handles: dict[str, list[Any]] = field(default_factory=dict)
-    """GPU -> CUDA's handle of the buffer there."""
-    abandon: bool = False
-    """No more will come: put back what the model computed with."""
+    parts: list[tuple[str, str, list[int], int]] = field(default_factory=list)  # (name, type, shape, first byte)
+    size: int = 0  # bytes of the buffer
+    handles: dict[str, list[Any]] = field(default_factory=dict)  # GPU -> CUDA IPC handle of its buffer
+    abandon: bool = False  # the update ends here: restore the tensors before it
 
 
 class WeightTransfer(WeightTransferEngine[Announced, Chunk]):
-    """Takes codes and scales as training cast them, and refuses weights that the model does not hold."""
+    """Loads the quantized weights of training; refuses tensors that the model lacks."""
 
     init_info_cls = Announced
     update_info_cls = Chunk
 
-    failure: str | None = None
-    """What failed in this worker since the update began."""
+    failure: str | None = None  # the first error of this worker in the update
 
     def init_transfer_engine(self, init_info: Announced) -> None:
-        """Compare what will be sent with the model. vLLM itself takes missing and unknown names without a word."""
+        """Compare the announced tensors with the model: vLLM itself ignores missing and unknown names."""
         if not init_info.outcome:
-            # An update that was never ended has left layers without memory.
-            roll_back(self.model)
+            roll_back(self.model)  # an unfinished update has left layers without memory
             self.failure = None
             try:
                 self._check(init_info)
@@ -87,7 +77,7 @@ class WeightTransfer(WeightTransferEngine[Announced, Chunk]):
         check_scales(self.model, init_info.granularity, init_info.scale)
 
     def receive_weights(self, update_info: Chunk, load_weights: Callable[[Named], None]) -> None:
-        """Load the tensors of a chunk. An error is kept until the trainer asks for the outcome of the update."""
+        """Load the tensors of a chunk; an error is kept until the trainer asks for the outcome."""
         if self.failure is not None:
             return
         try:
@@ -112,10 +102,9 @@ def _words(error: Exception) -> str:
 
 
 def _raise_on_last_worker(failure: str | None) -> None:
-    """Raise what failed on any worker, once all have told.
+    """Raise the first error of all workers, on the last.
 
-    vLLM stops reading answers at the first error, and would take the answers of the workers behind it for those to its
-    next call.
+    vLLM stops reading answers at the first error, and would read those of later workers as answers to its next call.
     """
     from vllm.distributed import get_tp_group
 
@@ -123,9 +112,9 @@ def _raise_on_last_worker(failure: str | None) -> None:
     failures = [failure] * group.world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(failures, failure, group=group.cpu_group)
-    told = next((each for each in failures if each is not None), None)
-    if told is not None and group.is_last_rank:
-        raise ValueError(told)
+    first = next((each for each in failures if each is not None), None)
+    if first is not None and group.is_last_rank:
+        raise ValueError(first)
 
 
 def _own_gpu() -> str:
@@ -135,8 +124,12 @@ def _own_gpu() -> str:
 def _tensors(chunk: Chunk) -> Named:
     if chunk.weights is not None:
         return chunk.weights
-    buffer = _opened(chunk)
-    return [(name, _view(buffer, getattr(torch, dtype), shape, start)) for name, dtype, shape, start in chunk.parts]
+    buffer, tensors = _opened(chunk), []
+    for name, dtype, shape, start in chunk.parts:
+        dtype = getattr(torch, dtype)
+        part = buffer[start : start + torch.Size(shape).numel() * dtype.itemsize]
+        tensors.append((name, part.view(dtype).view(shape)))
+    return tensors
 
 
 def _opened(chunk: Chunk) -> torch.Tensor:
@@ -145,10 +138,5 @@ def _opened(chunk: Chunk) -> torch.Tensor:
     device = torch.accelerator.current_device_index()
     rest = [b64decode(value["bytes"]) if isinstance(value, dict) else value for value in chunk.handles[_own_gpu()]]
     shared = rebuild_cuda_tensor(torch.Tensor, (chunk.size,), (1,), 0, torch.UntypedStorage, torch.uint8, device, *rest)
-    # vLLM keeps tensors until their layer is complete, and the trainer fills its buffer anew after this call.
+    # vLLM holds tensors until their layer is complete, and the trainer overwrites its buffer after this call.
     return shared.clone()
-
-
-def _view(buffer: torch.Tensor, dtype: torch.dtype, shape: list[int], start: int) -> torch.Tensor:
-    numel = torch.Size(shape).numel()
-    return buffer[start : start + numel * dtype.itemsize].view(dtype).view(shape)

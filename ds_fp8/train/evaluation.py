@@ -19,7 +19,7 @@ from ds_fp8.data.rows import measured_rows
 from ds_fp8.data.stage import Question, extract_answer
 from ds_fp8.engine.health import check_labels
 from ds_fp8.export.together import together
-from ds_fp8.layers.attention.sequence_parallel import whole_sequences
+from ds_fp8.layers.attention.sequence_parallel import local_sequences
 from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import Batch, label_tokens, micro_batches
 from ds_fp8.train.stage import Stage
@@ -115,7 +115,7 @@ def exact_match(
         batch = mine[start : start + QUESTIONS_AT_ONCE]
         prompts = [list(question.prompt) for question in batch]
         ids, mask = _left_padded(prompts, tokenizer.pad_token_id, engine.device)
-        with whole_sequences(engine.module) if stage.shared_by > 1 else nullcontext():
+        with local_sequences(engine.module) if stage.shared_by > 1 else nullcontext():
             out = engine.module.generate(
                 input_ids=ids,
                 attention_mask=mask,

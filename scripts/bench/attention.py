@@ -43,7 +43,7 @@ from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.schema import nearest
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
 from ds_fp8.layers.attention.cudnn import BACKWARD, FORWARD, Saved
-from ds_fp8.layers.attention.fp8_attention import cast_heads, fp8_attention, gradient_scales
+from ds_fp8.layers.attention.fp8_attention import fp8_attention, gradient_scales, quantize_heads
 from ds_fp8.layers.decoder.rotary import HeadLayout
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -149,10 +149,10 @@ def measure_row(
 def measure_kernels(operands: list[torch.Tensor], gradient: torch.Tensor, milliseconds: float) -> dict[str, Any]:
     q, _, v = operands
     with torch.no_grad():
-        casts = [cast_heads(x.transpose(1, 2), FORWARD) for x in operands]
+        casts = [quantize_heads(x.transpose(1, 2), FORWARD) for x in operands]
         scaling = q.shape[-1] ** -0.5
         scales = gradient_scales(gradient, *casts[:2], v.float().norm(dim=-1).amax(), scaling)
-        do = cast_heads(gradient, BACKWARD)
+        do = quantize_heads(gradient, BACKWARD)
 
     def both() -> None:
         o, log_sums = fp8_attention_cudnn.forward(*casts, scaling)

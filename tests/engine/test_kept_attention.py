@@ -8,9 +8,9 @@ import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.graphs.conditions import why_not_recomputed
 from ds_fp8.graphs.host_checkpoints import keep_on_host
-from ds_fp8.layers.attention import kept
+from ds_fp8.layers.attention import selective_checkpointing
 from ds_fp8.layers.attention.format import use_fp8_attention
-from ds_fp8.layers.attention.kept import OPERATORS, keep_attention
+from ds_fp8.layers.attention.selective_checkpointing import OPERATORS, keep_attention
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
@@ -76,11 +76,11 @@ def test_where_there_is_nothing_to_keep_it_is_said(caplog):
     model = causal_lm("llama", attn_implementation="eager")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     keep_attention(model)
-    kept._warn.cache_clear()
+    selective_checkpointing._warn.cache_clear()
     with caplog.at_level("WARNING", logger="ds_fp8"):
         step(model)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "fp8.activations.keep_attention keeps nothing" in said
+    assert "fp8.activations.keep_attention saves nothing" in said
 
 
 def losses(preset, prefetch, activations):

@@ -67,7 +67,7 @@ def test_experts_gathered_in_fp8_count_with_their_share(ranks):
     experts = 2 * 8 * 3 * 256 * 256
     assert report["fp8_gathered_experts"] == experts
     share = experts / report["parameters"]
-    assert f"experts {share:.1%} of the parameters: gathered in FP8, decoded and multiplied in BF16" in text
+    assert f"experts {share:.1%} of the parameters: all-gathered in FP8, dequantized and multiplied in BF16" in text
     assert "stay BF16" not in text
     assert "only" not in text
     kept = sum(part["parameters"] for part in report["kept_in_bf16"])

@@ -119,7 +119,7 @@ def test_training_follows_one_rank_a_sequence(ranks, new_ranks):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu has it")
 def test_report_and_meter_know_of_the_exchange(new_ranks):
     told, sent = new_ranks(RANKS, report_and_meter, SECTION)[0]
-    assert told.startswith("FP8 codes")
+    assert told.startswith("FP8 data")
     told_of_bf16, sent_in_bf16 = new_ranks(RANKS, report_and_meter, {**SECTION, "attention": {"format": "bf16"}})[0]
     assert told_of_bf16 == "bf16"
     # Two layers, forward and backward, half of it to the other rank: q and the output of 4 heads, k and v of 2.
@@ -280,7 +280,7 @@ def warned_of_positions(given, documents):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine(**batch, use_cache=False)
-    return [str(one.message) for one in caught if "position_ids of whole rows" in str(one.message)]
+    return [str(one.message) for one in caught if "position_ids of unsharded rows" in str(one.message)]
 
 
 def test_a_batch_without_positions_is_warned_of(new_ranks):

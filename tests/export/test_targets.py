@@ -48,8 +48,8 @@ def named_by_a_foreign_list(folder):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda folder: (folder / "mine.txt").write_text("mine"), "holds mine.txt beside an export"),
-        (lambda folder: (folder / "mine").mkdir(), "holds mine beside an export"),
+        (lambda folder: (folder / "mine.txt").write_text("mine"), "holds mine.txt next to an export"),
+        (lambda folder: (folder / "mine").mkdir(), "holds mine next to an export"),
         (lambda folder: (folder / "checksums.sha256").unlink(), "holds no export"),
         (named_by_a_foreign_list, "holds thesis.txt, which is not as an export wrote it"),
         (lambda folder: (folder / "config.json").write_text("mine"), "holds config.json, which is not as"),

@@ -15,9 +15,8 @@ from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
 from ds_fp8.layers.attention.fp8_attention import (
     add_mean_of_values,
-    decode_exactly,
-    decode_gradient,
-    decode_output,
+    dequantize_exactly,
+    dequantize_heads,
     fp8_attention,
     fp8_attention_reference,
     rotate_back,
@@ -224,7 +223,7 @@ def test_codes_become_numbers_in_one_pass_to_the_bit(heads, kv_heads, rows, leng
     codes = torch.randn(rows, length, heads, 128, device="cuda").to(torch.float8_e5m2)
     mean = torch.randn(rows, kv_heads, 1, 128, device="cuda").bfloat16()
     scale = torch.tensor(2.0**-7, device="cuda")
-    exact = decode_exactly(codes, scale, torch.bfloat16)
-    assert torch.equal(decode_gradient(codes, scale, torch.bfloat16, rotated=False), exact)
-    assert torch.equal(decode_gradient(codes, scale, torch.bfloat16, rotated=True), rotate_back(exact))
-    assert torch.equal(decode_output(codes, scale, mean), add_mean_of_values(exact, mean))
+    exact = dequantize_exactly(codes, scale, torch.bfloat16)
+    assert torch.equal(dequantize_heads(codes, scale, torch.bfloat16), exact)
+    assert torch.equal(dequantize_heads(codes, scale, torch.bfloat16, rotated=True), rotate_back(exact))
+    assert torch.equal(dequantize_heads(codes, scale, torch.bfloat16, mean), add_mean_of_values(exact, mean))

@@ -295,7 +295,7 @@ def gathers_that_fail(url: str, where: str) -> tuple[str, list[str]]:
 def test_a_rank_that_fails_in_a_gather_ends_the_update_on_all(ranks, what, when):
     server = StandIn()
     for said, calls in ranks(2, gathers_that_fail, server.url, f"gather of {what} {when}"):
-        assert all("rank 1 failed while weights were gathered: OutOfMemoryError" in words for words in said)
+        assert all("rank 1 failed while weights were unsharded: OutOfMemoryError" in words for words in said)
         assert all("call sync_weights again before it generates" in words for words in said)
         assert calls[-3:] == ["finish_weight_update", "init_weight_transfer_engine", "reset_prefix_cache"]
     assert "/resume" not in server.calls
@@ -309,7 +309,7 @@ def chunks_of_an_engine() -> None:
     for chunk, failure in vllm._chunks(engine, plan, 100_000):
         assert failure is None
         assert len(chunk) == 1 or sum(vllm.padded(tensor) for _, tensor in chunk) <= 100_000
-        filled = buffer.filled(chunk, vllm._room(plan, 100_000))
+        filled = buffer.filled(chunk, vllm._buffer_bytes(plan, 100_000))
         assert filled["handles"] == {"GPU": [buffer.memory.numel()]}
         for (name, _), (own, dtype, shape, start) in zip(chunk, filled["parts"], strict=True):
             tensor = expected.pop(name)

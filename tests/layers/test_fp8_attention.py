@@ -20,12 +20,11 @@ from ds_fp8.layers.attention.fp8_attention import (
     SEED,
     SMALLEST_BOUND,
     Reference,
-    cast_heads,
-    decode_gradient,
-    decode_output,
+    dequantize_heads,
     fp8_attention,
     fp8_attention_reference,
     gradient_scales,
+    quantize_heads,
 )
 from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.layers.decoder.rotary import HeadLayout
@@ -76,7 +75,7 @@ def test_the_reference_is_attention_but_for_its_casts(shape, scaling):
 def test_numbers_of_fp8_are_not_changed():
     # One token attends to itself alone: p is 1, the output is v, and dv the gradient.
     inputs, gradient = operands(1, 2, 1, 1, 64)
-    v = cast_heads(inputs[2].transpose(1, 2), FORWARD).dequantize().bfloat16().transpose(1, 2)
+    v = quantize_heads(inputs[2].transpose(1, 2), FORWARD).dequantize().bfloat16().transpose(1, 2)
     ours = step(fp8_attention_reference, (*inputs[:2], v), gradient)
     assert torch.equal(ours["output"], v.transpose(1, 2).repeat_interleave(2, dim=2))
     assert not ours["dq"].any()
@@ -125,7 +124,7 @@ def test_bounds_hold_and_are_not_far(size, outlier):
     elif outlier == "key":
         k[:, :, 0] = 3 * q[:, ::2].mean(2) / q[:, ::2].mean(2).norm(dim=-1, keepdim=True)
         q += 4 * k[:, :, :1].repeat_interleave(2, dim=1)
-    q8, k8 = (cast_heads(x.transpose(1, 2), FORWARD) for x in (q, k))
+    q8, k8 = (quantize_heads(x.transpose(1, 2), FORWARD) for x in (q, k))
     scales = gradient_scales(gradient, q8, k8, v.float().norm(dim=-1).amax(), 0.125)
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     found = torch.autograd.grad(exact(*leaves), leaves, gradient.float())
@@ -137,7 +136,7 @@ def test_bounds_hold_and_are_not_far(size, outlier):
 
 
 def test_probabilities_are_cast_in_units_of_their_largest():
-    q8, k8, v8 = (cast_heads(x.transpose(1, 2), FORWARD) for x in operands(1, 1, 1, 8, 64)[0])
+    q8, k8, v8 = (quantize_heads(x.transpose(1, 2), FORWARD) for x in operands(1, 1, 1, 8, 64)[0])
     assert P_SCALE == 448
     o, log_sums = Reference().forward(q8, k8, v8, 0.0)
     assert torch.allclose(log_sums, torch.arange(1.0, 9).log())
@@ -349,17 +348,16 @@ def test_backward_is_called_for_equal_parts_of_few_heads(heads, kv_heads, expect
 @pytest.mark.parametrize("features", [64, 128])
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "length"), [(1, 2, 2, 128), (2, 6, 2, 37), (3, 4, 1, 130)])
 def test_codes_become_numbers_in_one_pass(rows, heads, kv_heads, length, features):
-    decode_tiles = pytest.importorskip("ds_fp8.layers.attention.decode_triton").decode_tiles
+    dequantize_tiles = pytest.importorskip("ds_fp8.layers.attention.dequantize_triton").dequantize_tiles
     generator = torch.Generator().manual_seed(0)
     # Whole numbers, sums of which are exact in whatever order. Rounded by torch: Triton's interpreter cuts bits off.
     numbers = torch.randint(-8, 9, (rows, length, heads, features), generator=generator).float()
     mean = torch.randn(rows, kv_heads, 1, features, generator=generator).bfloat16()
     scale = torch.tensor(0.125)
     codes = numbers.to(torch.float8_e4m3fn)
-    assert torch.equal(
-        decode_tiles(codes, scale, torch.float32, mean=mean).bfloat16(), decode_output(codes, scale, mean)
-    )
+    found = dequantize_tiles(codes, scale, torch.float32, mean=mean).bfloat16()
+    assert torch.equal(found, dequantize_heads(codes, scale, torch.bfloat16, mean))
     codes = numbers.transpose(1, 2).contiguous().transpose(1, 2).to(torch.float8_e5m2)  # as the reference has them
     for rotation in (Rotation(features, SEED), None):
-        found = decode_tiles(codes, scale, torch.float32, rotation=rotation).bfloat16()
-        assert torch.equal(found, decode_gradient(codes, scale, torch.bfloat16, rotated=rotation is not None))
+        found = dequantize_tiles(codes, scale, torch.float32, rotation=rotation).bfloat16()
+        assert torch.equal(found, dequantize_heads(codes, scale, torch.bfloat16, rotated=rotation is not None))

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import documents, sequence_parallel
-from ds_fp8.layers.attention import shared as exchanges
+from ds_fp8.layers.attention import sharded as exchanges
 from tests.layers.hugging_face import tokens
 from tests.layers.test_sequence_parallel import emulated, in_fp8, mine, model_of, shared
 
@@ -30,7 +30,7 @@ def in_bf16():
     def without(exchanged):
         return lambda *arguments, of_slices=None, of_documents=None, **options: exchanged(*arguments, **options)
 
-    return mock.patch.object(sequence_parallel, "exchanged", without(sequence_parallel.exchanged))
+    return mock.patch.object(sequence_parallel, "ulysses_attention", without(sequence_parallel.ulysses_attention))
 
 
 @contextlib.contextmanager
@@ -124,8 +124,8 @@ def test_codes_have_the_bits_of_casts_after_the_exchange_and_half_the_bytes(rank
             assert torch.equal(bits(one), bits(other)), name
             assert one.isnan().any() == (kind == "infinite")
     assert any(x.count_nonzero() for (found, *_) in in_codes for x in found)
-    own_tokens = rows * LENGTH // world * FEATURES
-    qkv, o = own_tokens * (heads + 2 * max(kv_heads, world)), own_tokens * heads
+    dequantize_by_rank = rows * LENGTH // world * FEATURES
+    qkv, o = dequantize_by_rank * (heads + 2 * max(kv_heads, world)), dequantize_by_rank * heads
     (_, forward, both, counted), (_, _, both_in_bf16, counted_in_bf16) = in_codes[0], before[0]
     # Where documents end was looked for, once; DeepSpeed gathers positions in every call.
     positions = {("all_gather", torch.int64): rows * LENGTH // world * 8}

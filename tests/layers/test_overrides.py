@@ -170,4 +170,4 @@ def test_exports_keep_in_bf16_what_an_override_casts_in_another_way():
         "model.layers.0.mlp.down_proj",
         "model.layers.1.mlp.down_proj",
     ]
-    assert "trained with its weight cast e4m3 tensor pow2" in plan.left["model.layers.0.mlp.down_proj"]
+    assert "trained with its weight in e4m3 tensor pow2" in plan.left["model.layers.0.mlp.down_proj"]

@@ -16,7 +16,7 @@ from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import documents, sequence_parallel
 from ds_fp8.layers.attention import format as attention_format
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
-from ds_fp8.layers.attention.shared import shared_fp8_attention
+from ds_fp8.layers.attention.sharded import sharded_fp8_attention
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
 
@@ -93,7 +93,7 @@ def attention_of_slices(heads, kv_heads, implementation, packed, long, format="e
     """Output and gradients of this rank's tokens."""
     model = model_of(heads, kv_heads, implementation)
     inputs, gradient = operands(heads, kv_heads)
-    of_codes = mock.patch.object(attention_format, "shared_fp8_attention", wraps=shared_fp8_attention)
+    of_codes = mock.patch.object(attention_format, "sharded_fp8_attention", wraps=sharded_fp8_attention)
     with mock.patch.object(documents, "LONG", long), shared(model), of_codes as codes, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = in_fp8(model, format)
@@ -181,7 +181,7 @@ def loss_and_gradient(split, packed, fuse, attention, implementation="packed"):
         section = {"monitor": {"every": 0}, "linear": {"backend": "reference"}, "fuse": fuse}
         convert(model, parse_fp8({"fp8": {**section, "attention": {"format": attention}}}))
         # As `ds_fp8.initialize` does.
-        sequence_parallel.find_documents(implementation, takes_ends=implementation == "packed")
+        sequence_parallel.separate_documents(implementation, takes_ends=implementation == "packed")
         model.gradient_checkpointing_enable({"use_reentrant": False})
         loss = model(**batch, use_cache=False, num_items_in_batch=torch.tensor(1.0)).loss
         loss.backward()

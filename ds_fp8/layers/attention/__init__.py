@@ -1,1 +1,1 @@
-"""Attention in FP8, of packed rows, and of rows that several ranks share."""
+"""Attention in FP8, within documents of packed rows, and under sequence parallelism."""

@@ -1,15 +1,14 @@
-"""fp8_attention.py's kernels: cuDNN's FP8 attention, reached through Transformer Engine.
+"""Kernels of fp8_attention.py: cuDNN's FP8 attention, called through Transformer Engine's operator.
 
-Transformer Engine's own module (DotProductAttention) has on Hopper only scales that follow earlier steps (delayed
-scaling): they would be state beside checkpoints, start at 1, and change under recomputation. Its operator takes any
-scales, so they are given here. One thing it lacks: dq, dk and dv share one. Every product's scale is the product of its
-operands' and its own, though, so that factors moved between operands set the three apart:
+On Hopper Transformer Engine's module (DotProductAttention) has delayed scaling only: state outside of checkpoints,
+starting at 1, changed by recomputation. The operator takes given scales, but one scale for dq, dk and dv. Factors a and
+b, moved between the scales of the inputs, give each its own:
 
-    dq = ds k      k's scale times a, q's by a:             q kᵀ stays, dq and dk part
-    dv = pᵀ do     do's scale times b, v's and o's by b:    do vᵀ and do ∘ o stay, dv parts
+    dq = ds k      scale of k · a, scale of q / a             q kᵀ is unchanged, dq and dk differ
+    dv = pᵀ do     scale of do · b, scales of v and o / b     do vᵀ and do ∘ o are unchanged, dv differs
 
-Backward is called for one row and at most HEADS_A_CALL heads at a time: cuDNN's FP8 backward becomes slower with rows x
-heads a call, BF16's does not (docs/log/attention.md).
+Backward runs one row and at most HEADS_A_CALL heads a call: unlike BF16, cuDNN's FP8 backward becomes slower with
+rows x heads (docs/log/attention.md).
 """
 
 from __future__ import annotations
@@ -27,31 +26,24 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import first_line
 from ds_fp8.config.formats import FORMATS
 
-FORWARD, BACKWARD = "e4m3", "e5m2"
-"""Formats of q, k, v, p and o, and of do, ds, dq, dk and dv."""
+FORWARD, BACKWARD = "e4m3", "e5m2"  # formats of q, k, v, p and o, and of do, ds, dq, dk and dv
 
-P_SCALE = FORMATS[FORWARD].max
-"""Factor of p before its cast."""
+P_SCALE = FORMATS[FORWARD].max  # factor of p before its quantization
 
 
 class Saved(NamedTuple):
-    """Tensors that backward reads."""
+    """Tensors saved for backward."""
 
-    q: QuantizedTensor
-    """[B, S, heads, D]."""
-    k: QuantizedTensor
-    """[B, S, kv_heads, D]."""
-    v: QuantizedTensor
-    """[B, S, kv_heads, D]."""
-    o: QuantizedTensor
-    """[B, S, heads, D]."""
-    log_sums: torch.Tensor
-    """log Σ_j exp(s), FP32 [B, heads, S], or in the form that the implementation has it."""
+    q: QuantizedTensor  # [B, S, heads, D]
+    k: QuantizedTensor  # [B, S, kv_heads, D]
+    v: QuantizedTensor  # [B, S, kv_heads, D]
+    o: QuantizedTensor  # [B, S, heads, D]
+    log_sums: torch.Tensor  # log Σ_j exp(s), FP32: [B, heads, S] of the reference, [B, heads, S, 1] of cuDNN
     scaling: float
 
 
 class GradientScales(NamedTuple):
-    """Dequantisation factors of what backward casts, FP32 without dimensions: powers of two."""
+    """Scales of the tensors that backward quantizes: FP32 scalars, powers of two."""
 
     ds: torch.Tensor
     dq: torch.Tensor
@@ -59,10 +51,9 @@ class GradientScales(NamedTuple):
     dv: torch.Tensor
 
 
-HEAD_DIM = 128
-"""Features of a head: cuDNN's backward on Hopper has no other."""
+HEAD_DIM = 128  # the only head size of cuDNN's FP8 backward on Hopper
+# Heads a call of backward. H100, 8192 tokens: 28 heads 507 TFLOP/s, 32 heads 366, 112 (4 rows of 28) 246.
 HEADS_A_CALL = 28
-"""Heads of a call of backward. An H100, 8192 tokens: 28 heads 507 TFLOP/s, 32 heads 366, 112 (4 rows of 28) 246."""
 
 _MASK: dict[str, Any] = {"attn_mask_type": "causal", "window_size": (-1, 0)}
 _LAYOUT = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"}
@@ -71,7 +62,7 @@ _BACKWARD_LAYOUT = {**_LAYOUT, "do_format": "bshd", "dqkv_layout": "bshd_bshd_bs
 
 @functools.lru_cache(maxsize=1)
 def unavailable() -> str | None:
-    """Return why these kernels cannot run on this machine, or None."""
+    """Return the reason that the kernels cannot run on this machine, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA GPU"
     if torch.cuda.get_device_capability() != (9, 0):
@@ -93,11 +84,10 @@ def unavailable() -> str | None:
 
 
 def load_cudnn() -> None:
-    """Load all parts of one cuDNN: of that which is loaded in part, or else of the one that was installed with torch.
+    """Load all libraries of one cuDNN: the one already loaded in part, or else the one installed with torch.
 
-    cuDNN is eight libraries that find each other by name. Where the system has a cuDNN too, Transformer Engine, if it
-    comes first, loads that one, also for torch, which was compiled against another; if torch comes first, Transformer
-    Engine takes the parts that torch has not needed yet from the system's: "undefined symbol ... libcudnn_graph.so.9".
+    cuDNN is eight libraries that find each other by name. With a second cuDNN in the system, Transformer Engine mixes
+    the two: "undefined symbol ... libcudnn_graph.so.9", or a version that torch was not compiled against.
     """
     if not torch.cuda.is_available():
         return
@@ -107,7 +97,7 @@ def load_cudnn() -> None:
         spec = importlib.util.find_spec("nvidia")
         places = [Path(place, "cudnn", "lib") for place in (spec.submodule_search_locations or () if spec else ())]
         folders = {place for place in places if (place / "libcudnn.so.9").exists()}
-    if len(folders) == 1:  # of two versions no order of loading makes one
+    if len(folders) == 1:  # with libraries of two versions loaded, it is too late
         folder = folders.pop()
         for path in (folder / "libcudnn.so.9", *sorted(folder.glob("libcudnn_*.so.9"))):
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -116,7 +106,7 @@ def load_cudnn() -> None:
 def forward(
     q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (o [B, S, heads, D] in E4M3 with the scale of v, log_sums [B, heads, S, 1])."""
+    """Return o, E4M3 [B, S, heads, D] with the scale of v, and log_sums [B, heads, S, 1]."""
     from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_fwd
 
     output, (log_sums, _) = fused_attn_fwd(
@@ -124,7 +114,7 @@ def forward(
         q.shape[1],
         k.shape[1],
         *_ends(q),
-        *(_operand(x.data, x.scale) for x in (q, k, v)),
+        *(_float8_tensor(x.data, x.scale) for x in (q, k, v)),
         torch.bfloat16,
         FusedAttnBackend["FP8"],
         s_quantizer=_p_quantizer(q.data.device),
@@ -137,33 +127,30 @@ def forward(
 
 
 def backward(saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
-    """Return dq, dk and dv of the shapes of q, k and v in E5M2, in units of their scales."""
+    """Return the data of dq, dk and dv, E5M2 of the shapes of q, k and v; their scales are given."""
     rows, heads, kv_heads = saved.q.shape[0], saved.q.shape[2], saved.k.shape[2]
     kv_heads_a_call = kv_heads_of_a_call(heads, kv_heads)
     if rows == 1 and kv_heads_a_call == kv_heads:
         return _backward(saved, do, scales)
-    found = tuple(torch.empty_like(x.data, dtype=FORMATS[BACKWARD].dtype) for x in (saved.q, saved.k, saved.v))
+    results = tuple(torch.empty_like(x.data, dtype=FORMATS[BACKWARD].dtype) for x in (saved.q, saved.k, saved.v))
     groups = heads // kv_heads
     for row in range(rows):
         for first in range(0, kv_heads, kv_heads_a_call):
-            of_keys = (slice(row, row + 1), slice(None), slice(first, first + kv_heads_a_call))
-            of_queries = (*of_keys[:2], slice(first * groups, (first + kv_heads_a_call) * groups))
-
-            # [B, heads, S, 1]: heads are in front.
-            sums = saved.log_sums[of_queries[0], of_queries[2]].contiguous()
-            places = of_queries, of_keys, of_keys, of_queries, of_queries
-            *operands, of_do = (
-                QuantizedTensor(x.data[at].contiguous(), x.scale, "tensor", "pow2")
-                for x, at in zip((*saved[:4], do), places, strict=True)
+            keys = (slice(row, row + 1), slice(None), slice(first, first + kv_heads_a_call))
+            queries = (*keys[:2], slice(first * groups, (first + kv_heads_a_call) * groups))
+            log_sums = saved.log_sums[queries[0], queries[2]].contiguous()  # of [B, heads, S, 1]
+            *inputs, part_of_do = (
+                QuantizedTensor(x.data[part].contiguous(), x.scale, "tensor", "pow2")
+                for x, part in zip((*saved[:4], do), (queries, keys, keys, queries, queries), strict=True)
             )
-            gradients = _backward(Saved(*operands, sums, saved.scaling), of_do, scales)
-            for whole, at, gradient in zip(found, (of_queries, of_keys, of_keys), gradients, strict=True):
-                whole.view(torch.uint8)[at] = gradient.view(torch.uint8)
-    return found
+            gradients = _backward(Saved(*inputs, log_sums, saved.scaling), part_of_do, scales)
+            for result, part, gradient in zip(results, (queries, keys, keys), gradients, strict=True):
+                result.view(torch.uint8)[part] = gradient.view(torch.uint8)
+    return results
 
 
 def kv_heads_of_a_call(heads: int, kv_heads: int) -> int:
-    """Return the heads of keys of a call of backward: equal parts of at most HEADS_A_CALL heads of queries, or one."""
+    """Return the KV heads a call of backward: the most that divide kv_heads with <= HEADS_A_CALL query heads, or 1."""
     fitting = (n for n in range(kv_heads, 1, -1) if kv_heads % n == 0 and n * (heads // kv_heads) <= HEADS_A_CALL)
     return next(fitting, 1)
 
@@ -171,42 +158,41 @@ def kv_heads_of_a_call(heads: int, kv_heads: int) -> int:
 def _backward(saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
     from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_bwd
 
-    shared, a, b = factors(scales)
+    common, a, b = factors(scales)
     q, k, v, o, log_sums, scaling = saved
-    operands = [(q, 1 / a), (k, a), (v, 1 / b), (o, 1 / b), (do, b)]
-    # No dropout draws from the random numbers that forward noted down, and the kernel reads none.
-    no_random_numbers = torch.zeros(2, dtype=torch.int64, device=q.data.device)
-    found = fused_attn_bwd(
+    inputs = [(q, 1 / a), (k, a), (v, 1 / b), (o, 1 / b), (do, b)]
+    rng_state = torch.zeros(2, dtype=torch.int64, device=q.data.device)  # an argument for dropout, not read without
+    results = fused_attn_bwd(
         q.shape[1],
         k.shape[1],
         *_ends(q),
-        *(_operand(x.data, x.scale * factor) for x, factor in operands),
+        *(_float8_tensor(x.data, x.scale * factor) for x, factor in inputs),
         torch.bfloat16,
-        [log_sums, no_random_numbers],
+        [log_sums, rng_state],
         FusedAttnBackend["FP8"],
         s_quantizer=_p_quantizer(q.data.device),
         dp_quantizer=_quantizer(scales.ds.reciprocal(), BACKWARD),
-        dqkv_quantizer=_quantizer(shared, BACKWARD),
+        dqkv_quantizer=_quantizer(common, BACKWARD),
         attn_scale=scaling,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **_BACKWARD_LAYOUT,
         **_MASK,
     )
-    return tuple(x._data.view(FORMATS[BACKWARD].dtype) for x in found[:3])
+    return tuple(x._data.view(FORMATS[BACKWARD].dtype) for x in results[:3])
 
 
 def factors(scales: GradientScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what brings results to units of their scales: `shared` for all, and a and b of the head of this file.
+    """Return the kernel's one multiplier of dq, dk and dv, and the factors a and b of the module's docstring.
 
-    dq is multiplied by a · shared, dk by shared / a, and dv by b · shared.
+    dq is multiplied by a · common, dk by common / a, dv by b · common: the reciprocals of their scales.
     """
-    # Roots of each by itself: where gradients are zero both scales are 2^-75, whose product FP32 does not hold.
-    shared = scales.dq.rsqrt() * scales.dk.rsqrt()
-    return shared, (scales.dk / scales.dq).sqrt(), (shared * scales.dv).reciprocal()
+    # Two roots: the scales of zero gradients are 2^-75, whose product underflows in FP32.
+    common = scales.dq.rsqrt() * scales.dk.rsqrt()
+    return common, (scales.dk / scales.dq).sqrt(), (common * scales.dv).reciprocal()
 
 
 def _ends(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where sequences of queries, and of keys, end: int32 [B + 1], from 0."""
+    """Return cu_seqlens of queries and of keys: int32 [B + 1]."""
     ends = torch.arange(0, q.shape[0] + 1, dtype=torch.int32, device=q.data.device) * q.shape[1]
     return ends, ends
 
@@ -217,24 +203,22 @@ def _dtype(format: str) -> Any:
     return {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}[format]
 
 
-def _operand(codes: torch.Tensor, scale: torch.Tensor) -> Any:
+def _float8_tensor(data: torch.Tensor, scale: torch.Tensor) -> Any:
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-    format = FORWARD if codes.dtype == FORMATS[FORWARD].dtype else BACKWARD
+    format = FORWARD if data.dtype == FORMATS[FORWARD].dtype else BACKWARD
     return Float8TensorStorage(
-        # fake_dtype is what Transformer Engine believes the tensor to be; no BF16 copy is made of it.
-        data=codes.view(torch.uint8),
+        data=data.view(torch.uint8),
         fp8_scale_inv=scale.view(1),
         fp8_dtype=_dtype(format),
-        fake_dtype=torch.bfloat16,
+        fake_dtype=torch.bfloat16,  # the nominal type; no BF16 copy is made
     )
 
 
 def _quantizer(multiplier: torch.Tensor, format: str) -> Any:
-    """Return what casts a result to a format, multiplied by a number; its amax is written and not read."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-    amax = torch.zeros(1, device=multiplier.device)
+    amax = torch.zeros(1, device=multiplier.device)  # written by the kernel, not read
     return Float8Quantizer(multiplier.view(1), amax, _dtype(format), rowwise=True, columnwise=False)
 
 

@@ -1,19 +1,18 @@
-"""Let the attention modules of a Hugging Face model compute in FP8, by attention implementations of transformers.
+"""FP8 attention in Hugging Face models, as attention implementations of transformers.
 
-"fp8_sdpa" and "fp8_packed" take the place of "sdpa" and "packed" in the model's configuration. Masks are made as
-before; where a call is causal attention over whole rows, or within long documents of packed rows, fp8_attention
-computes it, and any other goes on to the implementation before, in BF16. Fused and unconverted layers alike find their
-attention by its name. Under DeepSpeed's sequence parallelism all this happens between its two exchanges
-(sequence_parallel.py).
+"fp8_sdpa" and "fp8_packed" replace "sdpa" and "packed" in the model's configuration, for fused and unconverted layers
+alike. Masks are unchanged. Causal attention over unpadded rows, or within long documents of packed rows, runs in FP8;
+every other call runs in BF16, by the replaced implementation. Under DeepSpeed's sequence parallelism both run between
+its two exchanges (sequence_parallel.py).
 
-Which modules can be in FP8 at all is decided at the start. Of the calls of such a module these are not:
+`use_fp8_attention` chooses the modules. Calls of these modules in BF16:
 
-    short documents of packed rows (documents.py)       FP8 gains nothing: a warning says so in training
-    short rows, if only long ones are asked for         likewise, without a warning
-    padded batches                                      their mask is not causal: likewise
-    generation with a cache                             a few queries of many keys
+    short documents of packed rows (documents.py)       FP8 is not faster: a warning in training
+    short rows, with only_long                          FP8 is not faster
+    padded batches                                      not causal: a warning in training
+    generation with a cache                             fewer queries than keys
 
-That a call is without gradients changes nothing: recomputation would find other numbers than the first forward.
+Calls without gradients are in FP8, too: recomputation must repeat the first forward's bits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from torch import nn
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -34,84 +32,73 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.layers.attention import cudnn, documents, sequence_parallel
 from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
-from ds_fp8.layers.attention.shared import shared_documents_attention, shared_fp8_attention
+from ds_fp8.layers.attention.sharded import sharded_documents_attention, sharded_fp8_attention
 
-SLIDING = "sliding_attention"
-"""Layers with a window, in those configurations of transformers that have a list of types of layers."""
+SLIDING = "sliding_attention"  # in transformers' layer_types
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Return how many tokens an attention module's sliding window has; None where it sees all before."""
-    # Some classes keep it, with None in layers without one, or not at all there (Qwen2-MoE); the others read the
-    # configuration in each call. Configurations without one have None or 0.
+    """Return the tokens of an attention module's sliding window, or None."""
+    # An attribute of some classes, absent in Qwen2-MoE's layers without a window; other classes read the configuration
+    # in each call. No window is None or 0.
     config = module.config
     types, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
     if hasattr(module, "sliding_window"):
-        found = module.sliding_window
-    elif index is not None and SLIDING in types and types[index] != SLIDING:
-        found = None
-    else:
-        found = getattr(config, "sliding_window", None)
-    return found or None
+        return module.sliding_window or None
+    if index is not None and SLIDING in types and types[index] != SLIDING:
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 PREFIX = "fp8_"
-KNOWN = ("sdpa", "packed")
-"""Attention implementations whose masks tell causal attention from other."""
+KNOWN = ("sdpa", "packed")  # implementations whose mask is None, or the ends of documents, for causal attention
 
-BF16 = '"attention": {"format": "bf16"}'
-_ONLY_LONG = "fp8_attention_only_of_long_rows"
-"""Attribute of an attention module: AttentionFormat.only_long."""
+KEY, BF16 = "fp8.attention.format", '"attention": {"format": "bf16"}'
+_ONLY_LONG = "fp8_attention_only_of_long_rows"  # attribute of an attention module: AttentionFormat.only_long
+# Arguments of attention functions that the kernels do not support.
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments of attention functions that the kernels do not know."""
 
 
 @dataclass(frozen=True)
 class AttentionFormat:
-    """Result of `use_fp8_attention`: names of the attention modules in FP8, and of the others with the reason."""
+    """Result of `use_fp8_attention`: names of the attention modules in FP8; the others, `left`, with the reason."""
 
     layers: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    emulated: bool = False
-    """True if plain torch computes what the kernels would."""
-    packed: bool = False
-    """True if rows may hold several documents."""
-    only_long: bool = False
-    """True if rows of fewer than documents.LONG tokens stay in BF16."""
+    emulated: bool = False  # by the reference in plain torch
+    packed: bool = False  # rows may hold several documents
+    only_long: bool = False  # rows of fewer than documents.LONG tokens stay in BF16
 
 
 def use_fp8_attention(model: nn.Module, only_long: bool = False) -> AttentionFormat:
-    """Let every attention module of a model that can be run in FP8, in place.
+    """Run the attention modules of a model in FP8, in place, where the kernels support them.
 
     only_long: rows of fewer than documents.LONG tokens stay in BF16.
 
     Raises:
-        UserError: This machine has no kernels, the attention implementation is another, or no module can be in FP8.
+        UserError: No kernels on this machine, another attention implementation, or no module is supported.
     """
-    # On a CPU the reference takes heads of any size, and tests run on it.
+    # The reference, on a CPU, supports heads of any size.
     emulated = not torch.cuda.is_available()
     if not emulated and (why := cudnn.unavailable()) is not None:
-        raise UserError(f"attention in FP8 cannot run here: {why}", key="fp8.attention.format", remedy=BF16)
+        raise UserError(f"attention in FP8 cannot run here: {why}", key=KEY, remedy=BF16)
     modules = {name: module for name, module in model.named_modules() if is_attention(module)}
-    left = {name: why for name, module in modules.items() if (why := _why_not(module, emulated)) is not None}
+    left = {name: why for name, module in modules.items() if (why := _unsupported(module, emulated)) is not None}
     layers = [name for name in modules if name not in left]
     if not layers:
         reasons = "; ".join(dict.fromkeys(left.values())) or "none calls transformers' attention functions"
-        raise UserError(
-            f"no attention module of this model can run in FP8: {reasons}", key="fp8.attention.format", remedy=BF16
-        )
+        raise UserError(f"no attention module of this model can run in FP8: {reasons}", key=KEY, remedy=BF16)
     implementations = {modules[name].config._attn_implementation for name in layers}
     for unknown in implementations - set(KNOWN):
         raise UserError(
             f'attention in FP8 reads masks as "sdpa" or "packed" has them, and the model\'s attention is "{unknown}"',
-            key="fp8.attention.format",
+            key=KEY,
             remedy=f'attn_implementation="sdpa" when the model is loaded ("packed" in a stage), or {BF16}',
         )
     for name in layers:
         config = modules[name].config
         if not config._attn_implementation.startswith(PREFIX):
-            # Modules share the configuration of the model: those that cannot be in FP8 get the new name too, and each
-            # call asks `_why_not` again.
+            # Modules share the model's configuration, unsupported ones, too: each call asks `_unsupported` again.
             config._attn_implementation = f"{PREFIX}{config._attn_implementation}"
     for module in modules.values():
         setattr(module, _ONLY_LONG, only_long)
@@ -119,7 +106,7 @@ def use_fp8_attention(model: nn.Module, only_long: bool = False) -> AttentionFor
 
 
 def rows_stay_in_bf16(model: nn.Module, tokens: int) -> bool:
-    """Return whether attention of rows of so many tokens is in BF16 in every module, whatever the rows hold."""
+    """Return whether rows of so many tokens are in BF16 in every attention module."""
     modules = [module for module in model.modules() if is_attention(module)]
     return bool(modules) and all(_is_too_short(module, tokens) for module in modules)
 
@@ -132,13 +119,13 @@ def restore_attention(model: nn.Module) -> None:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module computes attention through transformers' functions, as far as its attributes tell."""
+    """Return whether a module has the attributes of one that calls transformers' attention functions."""
     return all(hasattr(module, part) for part in ("config", "scaling", "is_causal"))
 
 
 def runs_in_fp8(module: nn.Module) -> bool:
     name = module.config._attn_implementation or ""
-    return name.startswith(PREFIX) and _why_not(module, not torch.cuda.is_available()) is None
+    return name.startswith(PREFIX) and _unsupported(module, not torch.cuda.is_available()) is None
 
 
 def is_exchanged(module: nn.Module) -> bool:
@@ -146,23 +133,18 @@ def is_exchanged(module: nn.Module) -> bool:
     return sequence_parallel.exchange_of(ALL_ATTENTION_FUNCTIONS.get(name)) is not None
 
 
-def _why_not(module: nn.Module, emulated: bool) -> str | None:
-    if not module.is_causal:
-        return "it is not causal"
+def _unsupported(module: nn.Module, emulated: bool) -> str | None:
     head_dim = getattr(module, "head_dim", None)
-    if not emulated and head_dim != cudnn.HEAD_DIM:
-        return (
-            f"its heads have {head_dim or 'several numbers of'} features, and cuDNN on Hopper supports {cudnn.HEAD_DIM}"
-        )
-    if getattr(module, "attention_dropout", 0.0):
-        return "it has dropout"
-    if window_of(module) is not None:
-        return "it has a sliding window"
-    if getattr(module, "sinks", None) is not None:
-        return "it has sinks"
-    if getattr(module, "attn_logit_softcapping", None):
-        return "it caps its scores"
-    return None
+    sizes = f"{head_dim or 'several numbers of'} features, and cuDNN on Hopper supports {cudnn.HEAD_DIM}"
+    reasons = {
+        "it is not causal": not module.is_causal,
+        f"its heads have {sizes}": not emulated and head_dim != cudnn.HEAD_DIM,
+        "it has dropout": getattr(module, "attention_dropout", 0.0),
+        "it has a sliding window": window_of(module),
+        "it has sinks": getattr(module, "sinks", None) is not None,
+        "it caps its scores": getattr(module, "attn_logit_softcapping", None),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _is_too_short(module: nn.Module, tokens: int) -> bool:
@@ -173,46 +155,28 @@ def _mask(implementation: str, **arguments: Any) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
 
 
-def _attention(
-    implementation: str,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[torch.Tensor, Any]:
+def _attention(implementation, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **more):
     qkv, takes_ends = QKV(query, key, value), implementation == "packed"
     before = ALL_ATTENTION_FUNCTIONS[implementation]
-    before = getattr(before, "finds_documents", before)
+    before = getattr(before, "separates_documents", before)
     options = {"dropout": dropout, "scaling": scaling, **more}
     exchange = sequence_parallel.exchange_of(before)
     if exchange is None:
-        return _whole_attention(takes_ends, before, module, qkv, attention_mask, **options)
-    core = functools.partial(_whole_attention, takes_ends)
+        return _unsharded_attention(takes_ends, before, module, qkv, attention_mask, **options)
+    core = functools.partial(_unsharded_attention, takes_ends)
     of_slices = of_documents = None
-    can_be = _why_not(module, not query.is_cuda) is None and _why_not_this_call(qkv, None, more) is None
-    if can_be and not _is_too_short(module, query.shape[2] * exchange.world_size):
-        of_slices = functools.partial(shared_fp8_attention, scaling=scaling)
-        of_documents = functools.partial(_shared_documents, takes_ends)
-    return sequence_parallel.exchanged(
+    supported = _unsupported(module, not query.is_cuda) is None and _unsupported_call(qkv, None, more) is None
+    if supported and not _is_too_short(module, query.shape[2] * exchange.world_size):
+        of_slices = functools.partial(sharded_fp8_attention, scaling=scaling)
+        of_documents = functools.partial(_sharded_documents, takes_ends)
+    return sequence_parallel.ulysses_attention(
         exchange, before, core, module, qkv, of_slices=of_slices, of_documents=of_documents, **options
     )
 
 
-def _shared_documents(
-    takes_ends: bool,
-    before: sequence_parallel.Attention,
-    module: nn.Module,
-    qkv: QKV,
-    group: dist.ProcessGroup,
-    ends: torch.Tensor,
-    options: dict[str, Any],
-) -> torch.Tensor | None:
-    """Return attention within documents of rows that ranks share; None where all documents are short."""
-    if documents.longest(documents.places_of(ends)) < documents.LONG:
+def _sharded_documents(takes_ends, before, module, qkv, group, ends, options):
+    """Return attention within documents of sharded rows; None if all documents are short."""
+    if documents.longest(documents.ends_on_host(ends)) < documents.LONG:
         return None
     options = {name: value for name, value in options.items() if name != "position_ids"}  # of this rank's slice
 
@@ -224,57 +188,47 @@ def _shared_documents(
         finally:
             module.num_key_value_groups = groups
 
-    return shared_documents_attention(*qkv, group, ends, in_bf16, options["scaling"])
+    return sharded_documents_attention(*qkv, group, ends, in_bf16, options["scaling"])
 
 
-def _whole_attention(
-    takes_ends: bool,
-    before: sequence_parallel.Attention,
-    module: nn.Module,
-    qkv: QKV,
-    mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[torch.Tensor, Any]:
-    """Return attention in FP8 where module and call allow it, and elsewhere that of the function before.
+def _unsharded_attention(takes_ends, before, module, qkv, mask, scaling=None, **more):
+    """Return attention in FP8 if module and call support it, else that of the function `before`.
 
-    mask: as the implementation before makes it, or where documents end, whether that implementation takes it or not.
+    mask: of the implementation `before`, or the ends of documents, for an implementation without them, too.
     """
     options = {"scaling": scaling, **more}
     in_bf16 = functools.partial(documents.attention, before, takes_ends, module, options)
-    if _why_not(module, not qkv.q.is_cuda) is None and not _is_too_short(module, qkv.q.shape[2]):
-        why = _why_not_this_call(qkv, mask, more)
+    if _unsupported(module, not qkv.q.is_cuda) is None and not _is_too_short(module, qkv.q.shape[2]):
+        why = _unsupported_call(qkv, mask, more)
         if why is None:
             in_fp8 = functools.partial(fp8_attention, scaling=scaling)
             return documents.by_length(in_fp8, in_bf16, qkv, mask), None
-        # Generation and evaluation of padded batches are in BF16 as a matter of course.
-        if module.training:
+        if module.training:  # generation and evaluation of padded batches are in BF16 by design
             _warn(why)
     if mask is not None and mask.ndim == 1:
         return in_bf16(qkv, mask), None
     return before(module, *qkv, mask, **options)
 
 
-def _why_not_this_call(qkv: QKV, mask: torch.Tensor | None, more: dict[str, Any]) -> str | None:
+def _unsupported_call(qkv: QKV, mask: torch.Tensor | None, more: dict[str, Any]) -> str | None:
     changed = [name for name in CHANGES_SCORES if more.get(name) is not None]
-    if changed:
-        return f"it is called with {', '.join(changed)}"
-    if more.get("is_causal") is False:
-        return "it is called with is_causal=False"
-    if qkv.q.shape[2] != qkv.k.shape[2]:
-        return "there are not as many queries as keys"
-    if qkv.q.shape[3] != qkv.v.shape[3]:
-        return "heads of keys and of values are not of one size"
-    if qkv.q.dtype == torch.float16:
-        return "it is in FP16, whose range does not hold the scales of gradients"
-    if mask is not None and mask.ndim == 1:
-        # Where documents end: as many as there are rows are whole rows.
-        if len(mask) == len(qkv.q) + 1 or documents.longest(documents.places_of(mask)) >= documents.LONG:
-            return None
-        return f"rows hold several documents, all shorter than {documents.LONG} tokens"
-    if mask is None:
+    ends = mask is not None and mask.ndim == 1
+    reasons = {
+        f"it is called with {', '.join(changed)}": changed,
+        "it is called with is_causal=False": more.get("is_causal") is False,
+        "there are not as many queries as keys": qkv.q.shape[2] != qkv.k.shape[2],
+        "heads of keys and of values are not of one size": qkv.q.shape[3] != qkv.v.shape[3],
+        "it is in FP16, whose range does not hold the scales of gradients": qkv.q.dtype == torch.float16,
+        "the mask is not causal over unpadded rows: they are padded, or hold several documents": mask is not None
+        and not ends,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    # As many documents as rows are rows of one document. The last condition is a host sync.
+    if reason is not None or not ends or len(mask) == len(qkv.q) + 1:
+        return reason
+    if documents.longest(documents.ends_on_host(mask)) >= documents.LONG:
         return None
-    return "the mask is not causal over whole rows: they are padded, or hold several documents"
+    return f"rows hold several documents, all shorter than {documents.LONG} tokens"
 
 
 @functools.lru_cache

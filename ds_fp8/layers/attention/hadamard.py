@@ -1,12 +1,12 @@
-"""Block Hadamard transforms of matrices: an outlier is spread over its block before a cast.
+"""Block Hadamard transforms of matrices: they spread an outlier over its block before quantization.
 
-    R = D H / sqrt(n)      H [n, n] Sylvester's matrix of 1 and -1, D the signs (all 1 without a seed): R Rᵀ = 1
+    R = D H / sqrt(n)      H [n, n] Sylvester's Hadamard matrix, D the diagonal of signs (1 without a seed): R Rᵀ = 1
     rotate(x)   = x R      every n neighbours along one axis of x
     unrotate(y) = y Rᵀ
 
-so that (a R)(b R)ᵀ = a bᵀ along the contraction of a product. The reference is log2 n stages of sums and differences in
-FP32, then one multiplication: a part of a matrix is rotated to the same bits as within all of it. Kernels multiply by
-H, which differs in the order of FP32 sums alone.
+(a R)(b R)ᵀ = a bᵀ along the contraction of a product. The reference takes log2 n stages of sums and differences in
+FP32, then one multiplication; kernels multiply by H, with another order of FP32 sums. Bits of a block do not depend on
+the rest of the matrix.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from ds_fp8.casts.primitives import random_key, uniform
 from ds_fp8.config.formats import BLOCK
 
 ROTATION_BLOCKS = (16, 32, 64, 128)
-"""Sizes of the transforms."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    block: int = BLOCK
-    """Neighbours that are transformed together, one of ROTATION_BLOCKS."""
-    seed: int | None = None
-    """Seed of the signs that the elements of every block are multiplied by before it; None: no signs."""
-    axis: int = 1
-    """Dimension of the matrix along which blocks lie: 1 its columns, 0 its rows."""
+    block: int = BLOCK  # neighbours transformed together, one of ROTATION_BLOCKS
+    seed: int | None = None  # of the random signs of a block; None: no signs
+    axis: int = 1  # dimension of the matrix along which blocks lie
 
     def __str__(self) -> str:
         return f"rotated by {self.block}" + ("" if self.seed is None else f" with the signs of seed {self.seed}")
@@ -40,10 +36,10 @@ class Rotation:
 def rotate(x: torch.Tensor, rotation: Rotation | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rotate a matrix [M, K] into `dtype`, rounded once; None returns x itself.
 
-    With rotation.axis 0 M is padded with zeros to a multiple of the block.
+    Along axis 0 M is padded with zeros to a multiple of the block.
 
     Raises:
-        ValueError: K is not a multiple of the block, with rotation.axis 1.
+        ValueError: K is not a multiple of the block, along axis 1.
     """
     if rotation is None:
         return x
@@ -53,9 +49,9 @@ def rotate(x: torch.Tensor, rotation: Rotation | None, dtype: torch.dtype = torc
 
 
 def unrotate(y: torch.Tensor, rotation: Rotation | None, rows: int | None = None) -> torch.Tensor:
-    """Undo `rotate` on a result of a product [M, K], in its dtype, rounded once; None returns y itself.
+    """Undo `rotate` on a product [M, K], in its dtype, rounded once; None returns y itself.
 
-    `rows`: those before padding, with rotation.axis 0; the others are dropped.
+    rows: number of rows before the padding along axis 0.
     """
     if rotation is None:
         return y
@@ -70,7 +66,7 @@ def _turn(x: torch.Tensor, rotation: Rotation, dtype: torch.dtype, inverse: bool
         return rotate_tiles(x, *kernel_arguments(rotation, x), dtype, inverse)
     sign, x = signs(rotation.block, rotation.seed, x.device), x.float()
     if rotation.axis == 0:
-        # Tokens come in any number. Rows of zeros add nothing to a product that contracts over them.
+        # Rows of zeros add nothing to a product that contracts over them.
         x = F.pad(x, (0, 0, 0, padded(x.shape[0], rotation) - x.shape[0])).t()
     blocks = x.unflatten(-1, (x.shape[-1] // rotation.block, rotation.block))
     turned = (_transform(blocks) * sign if inverse else _transform(blocks * sign)).flatten(-2)
@@ -96,7 +92,7 @@ def rotation_matrix(rotation: Rotation, device: torch.device, dtype: torch.dtype
 
 
 def padded(length: int, rotation: Rotation | None) -> int:
-    """Return the rows that `rotate` returns of a matrix of `length` rows."""
+    """Return the number of rows that `rotate` returns for a matrix of `length` rows."""
     if rotation is None or rotation.axis == 1:
         return length
     return -(-length // rotation.block) * rotation.block
@@ -104,7 +100,7 @@ def padded(length: int, rotation: Rotation | None) -> int:
 
 @functools.lru_cache
 def signs(block: int, seed: int | None, device: torch.device) -> torch.Tensor:
-    """Return FP32 [block] of 1 and -1, the same on every device; all 1 without a seed."""
+    """Return signs, FP32 [block] of 1 and -1, the same on every device; all 1 without a seed."""
     if seed is None:
         return torch.ones(block, device=device)
     draws = uniform(torch.arange(block), random_key("rotation", seed))
@@ -112,8 +108,8 @@ def signs(block: int, seed: int | None, device: torch.device) -> torch.Tensor:
 
 
 def kernel_arguments(rotation: Rotation, x: torch.Tensor) -> tuple[torch.Tensor, int, float, int]:
-    """Return what rotate_tiles takes of a rotation of x: matrix, axis, factor, rows."""
-    # Products are taken in x's own 16-bit dtype, for 1 and -1 are exact; Triton's interpreter has none in BF16.
+    """Return the arguments of rotate_tiles for a rotation of x: matrix, axis, factor, rows."""
+    # Products in x's 16-bit dtype, in which 1 and -1 are exact; Triton's interpreter has no BF16 products.
     narrow = x.dtype is torch.float16 or (x.dtype is torch.bfloat16 and x.is_cuda)
     matrix = _tile_matrix(rotation, x.device, x.dtype if narrow else torch.float32)
     return matrix, rotation.axis, rotation.block**-0.5, padded(x.shape[0], rotation)
@@ -121,7 +117,6 @@ def kernel_arguments(rotation: Rotation, x: torch.Tensor) -> tuple[torch.Tensor,
 
 @functools.lru_cache
 def _tile_matrix(rotation: Rotation, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix [128, 128] of a tile's blocks, of 1, -1 and 0."""
+    """Return a block-diagonal matrix [128, 128] of 1, -1 and 0: one kernel for all sizes of blocks."""
     one = rotation_matrix(rotation, device, dtype)
-    # Zeros off the diagonal add exact zeros to the sums: blocks below 128 cost no kernel of another shape.
     return torch.block_diag(*[one] * (BLOCK // rotation.block)).contiguous()

@@ -1,11 +1,11 @@
 """rotate and unrotate in Triton: a tile is read once, multiplied by the matrix in registers, and stored.
 
-One program takes a tile of 128 x 128 elements, which holds whole blocks of every size along both axes:
+One program takes a tile of 128 x 128 elements, a multiple of every block size along both axes:
 
-    axis 1    tile R        axis 0    Rᵀ tile        R: the blocks of one tile on its diagonal, 1 and -1
+    axis 1    tile R        axis 0    Rᵀ tile        R: block-diagonal, 1 and -1
 
-BF16 and FP16 elements are multiplied as such, for 1 and -1 are exact, and summed in FP32; others are FP32 throughout. What
-is not finite spoils the tile's whole rows (axis 1) or columns (axis 0), where the reference spoils one block of them.
+BF16 and FP16 elements are multiplied as such (1 and -1 are exact) and summed in FP32; others are FP32 throughout. Inf and
+NaN spread over a row (axis 1) or column (axis 0) of the tile, in the reference over one block.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from ds_fp8.casts.quantization_triton import load_tile
 
 @triton.jit
 def turn_tile(tile, matrix, AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr):
-    """Return a tile [128, 128] multiplied along an axis by the blocks of a tile's matrix, or by its transpose."""
-    #     y = x R / sqrt(block)         AXIS 1        R holds a tile's blocks on its diagonal, of 1, -1 and 0
+    """Return a tile [128, 128] multiplied along an axis by the block-diagonal matrix, or by its transpose."""
+    #     y = x R / sqrt(block)         AXIS 1        R block-diagonal, of 1, -1 and 0
     #     y = R' x / sqrt(block)        AXIS 0        R' = R transposed; R R' = block times the identity
-    # AXIS 1 multiplies by R from the right, AXIS 0 by its transpose from the left; INVERSE exchanges the two, and reads
-    # the same matrix by columns: no second copy of it.
+    # INVERSE exchanges R and R', read by columns from the same matrix.
     i = tl.arange(0, 128)
     if (AXIS == 1) != INVERSE:
         r = tl.load(matrix + i[:, None] * 128 + i[None, :])
     else:
         r = tl.load(matrix + i[None, :] * 128 + i[:, None])
     if NARROW:
-        # Nothing is lost: the tile's numbers are of this type.
+        # Exact: the tile was loaded from this type.
         tile = tile.to(matrix.dtype.element_ty)
     if AXIS == 1:
         turned = tl.dot(tile, r, input_precision="ieee") * FACTOR
@@ -57,9 +56,9 @@ def _rotate_tiles(
 def rotate_tiles(
     x: torch.Tensor, matrix: torch.Tensor, axis: int, factor: float, rows: int, dtype: torch.dtype, inverse: bool = False
 ) -> torch.Tensor:
-    """Return x [M, K] multiplied along an axis by the blocks of a tile's matrix [128, 128], or `inverse` by its transpose.
+    """Return x [M, K] multiplied along an axis by a block-diagonal matrix [128, 128], or `inverse` by its transpose.
 
-    rows: of the result, M padded with zeros to whole blocks along axis 0.
+    rows: of the result; along axis 0 M padded with zeros to a multiple of the block.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()

@@ -1,8 +1,8 @@
-"""Recomputed layers that keep what attention returns: its forward, which long rows make the largest part, runs once.
+"""Selective activation checkpointing: recomputed layers save the results of attention, the largest part of long rows.
 
-What the operators below return is kept, an output of 2 bytes (FP8: 1) and 4 bytes a head and token; all else of a layer
-is computed again. torch's own selective activation checkpointing wants every operator of the first run in the second,
-but ZeRO-3 gathers at other places then, and outlier channels are found once.
+Saved are the results of OPERATORS: an output of 2 bytes an element (FP8: 1) and 4 bytes a head and token. torch's own
+selective checkpointing requires the same operators in forward and recomputation; ZeRO-3 gathers at other places in the
+recomputation, and outlier channels are selected in forward alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.log import logger
 from ds_fp8.layers.attention.fp8_attention import FORWARD_OPERATOR
 
-FUNCTION = "_gradient_checkpointing_func"
-"""Attribute in which transformers keeps the function that recomputes a layer."""
+FUNCTION = "_gradient_checkpointing_func"  # transformers' attribute: the function that recomputes a layer
 KEY = "fp8.activations.keep_attention"
+# Forward kernels of attention; a torch release may lack some.
 OPERATORS = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention",
@@ -29,13 +29,12 @@ OPERATORS = (
     "torch_attn::_varlen_attn",
     FORWARD_OPERATOR,
 )
-"""Forward kernels of attention; of those that this torch lacks there is nothing to keep."""
 
 
 def keep_attention(model: nn.Module) -> None:
-    """Let the layers of a model that transformers recomputes keep their attention's results.
+    """Save the results of attention in the recomputed layers of a model of transformers.
 
-    Called after `model.gradient_checkpointing_enable()`, which takes it back when it is called again.
+    To be called after `model.gradient_checkpointing_enable()`, which undoes it when called again.
 
     Raises:
         UserError: The model recomputes no layer, or does so with reentrant checkpointing.
@@ -45,20 +44,20 @@ def keep_attention(model: nn.Module) -> None:
         function = getattr(part, FUNCTION)
         options = getattr(function, "keywords", {})
         if options.get("use_reentrant", True):
-            problem = "layers are recomputed by reentrant checkpointing, which keeps nothing else than their inputs"
+            problem = "layers are recomputed by reentrant checkpointing, which saves nothing but their inputs"
             raise UserError(problem, key=KEY, remedy='gradient_checkpointing_enable({"use_reentrant": False})')
         setattr(part, FUNCTION, functools.partial(function, context_fn=_contexts))
     if not parts:
         raise UserError(
-            "no layer of this model is recomputed, so that attention's results are kept anyhow",
+            "no layer of this model is recomputed: the results of attention are saved without this key",
             key=KEY,
             remedy="model.gradient_checkpointing_enable() before initialize (in a stage "
             '"model": {"activation_checkpointing": true}), or remove the key',
         )
 
 
-class _Keeping(TorchDispatchMode):
-    """Appends what attention's operators return to `results`."""
+class _Save(TorchDispatchMode):
+    """Forward: appends the results of OPERATORS to `results`."""
 
     def __init__(self, results: list[tuple[torch.Tensor, ...]]) -> None:
         super().__init__()
@@ -67,17 +66,16 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: torch._ops.OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function in _known():
-            # Detached: autograd gives the tensors that it returns a history.
-            self._results.append(_detached(found))
-        return found
+            self._results.append(_detached(result))  # detached: autograd gives the returned tensors a history
+        return result
 
 
-class _Returning(_Keeping):
-    """Returns `results` in place of attention's operators, from the first on each time that it is entered."""
+class _Replay(_Save):
+    """Recomputation: returns `results` in their order in place of calling OPERATORS."""
 
-    def __enter__(self) -> _Returning:
+    def __enter__(self) -> _Replay:
         if not self._results:
             _warn()
         self._next = iter(self._results)
@@ -91,25 +89,21 @@ class _Returning(_Keeping):
 
 @functools.lru_cache(maxsize=1)
 def _warn() -> None:
-    words = "warning: %s keeps nothing of a recomputed layer: none of the kernels whose results can be kept runs in it"
+    words = "warning: %s saves nothing in a recomputed layer, which calls no kernel with results to save"
     logger.warning(words + ' (attn_implementation "eager" and "flex_attention" have none)', KEY)
 
 
-def _contexts() -> tuple[_Keeping, _Returning]:
+def _contexts() -> tuple[_Save, _Replay]:
     results: list[tuple[torch.Tensor, ...]] = []
-    return _Keeping(results), _Returning(results)
+    return _Save(results), _Replay(results)
 
 
-def _detached(found: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in found)
+def _detached(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in results)
 
 
 @functools.lru_cache(maxsize=1)
 def _known() -> tuple[torch._ops.OpOverload, ...]:
-    found = []
-    for name in OPERATORS:
-        namespace, operator = name.split("::")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None:
-            found.append(packet.default)
-    return tuple(found)
+    names = (name.split("::") for name in OPERATORS)
+    packets = (getattr(getattr(torch.ops, namespace), operator, None) for namespace, operator in names)
+    return tuple(packet.default for packet in packets if packet is not None)

@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_fp8.engine.attach
 import ds_fp8.engine.initialize
-from ds_fp8.layers.linear.weights import GROUP
+from ds_fp8.layers.linear.weights import GATHERED, GROUP
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -155,6 +155,19 @@ def same_cast(left, right) -> bool:
     """Whether two casts have the same codes and scales, bit for bit."""
     codes = (cast.data.view(torch.uint8) for cast in (left, right))
     return torch.equal(*codes) and torch.equal(left.scale, right.scale)
+
+
+def unsharded(weights) -> list:
+    """What weights are gathered as for their modules: their casts."""
+    weights = list(weights)
+    weights[0].all_gather_coalesced(weights).wait()
+    found = [getattr(weight, GATHERED) for weight in weights]
+    for weight in weights:
+        assert weight.isnan().all(), "the placeholder must be loud"
+        assert weight.untyped_storage().nbytes() == 2
+        weight.partition()
+        assert getattr(weight, GATHERED) is None
+    return found
 
 
 def full_master(parameter) -> torch.Tensor:

@@ -177,8 +177,6 @@ def full_master(parameter) -> torch.Tensor:
 
 def bf16_weights(engine) -> dict[str, torch.Tensor]:
     """Every weight as GatheredParameters gives it, on the CPU."""
-    result = {}
-    for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            result[name] = parameter.detach().cpu().clone()
-    return result
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: parameter.detach().cpu().clone() for name, parameter in named.items()}

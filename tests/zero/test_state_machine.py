@@ -20,6 +20,7 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
@@ -144,12 +145,13 @@ class Life:
             for name in self.masters.keys() - self.hidden:
                 if name in self.pending and self.coded:  # the next cast rounds them
                     self.masters[name] = self.as_kept(name, self.masters[name])
-                assert torch.equal(master(parameters[name]), self.masters[name]), name
-            for name, parameter in parameters.items():
+                assert torch.equal(safe_get_local_fp32_param(parameters[name]), part(self.masters[name])), name
+            numbers = models.bf16_weights(engine)
+            for name in parameters:
                 # DeepSpeed writes BF16 shards in the next step.
                 shown = engine is self.engines[0] and name.startswith("layers")
                 if name not in self.pending | self.hidden and (shown or name not in self.rewritten):
-                    assert torch.equal(bf16(parameter), self.numbers(name)), name
+                    assert torch.equal(numbers[name], self.numbers(name).cpu()), name
             steps, skipped = self.counts["global"], self.counts["skipped"]
             assert (engine.global_steps, engine.skipped_steps) == (steps, skipped)
             assert engine.lr_scheduler.last_epoch == steps - skipped
@@ -215,14 +217,14 @@ class Life:
 
     def finish_step(self, without: str | None = None) -> None:
         """Take the engines' steps, and the model's: AdamW's on FP32 tensors."""
-        expected, squares = {}, 0.0
-        group = self.engines[0].optimizer.param_groups[0]
+        expected, group = {}, self.engines[0].optimizer.param_groups[0]
         learning = [name for name in self.masters if self.parameters()[name].requires_grad]
-        gradients = {name: safe_get_full_grad(self.parameters()[name]).clone() for name in learning}
+        gradients = {name: safe_get_local_grad(self.parameters()[name]).clone() for name in learning}
         missing = [name for name in learning if without is not None and name.startswith(without)]
         gradients |= {name: torch.zeros_like(gradients[name]) for name in missing}
-        before = {name: [self.moment_before(name, key) for key in MOMENTS] for name in learning}
+        before = {name: self.moments_before(name) for name in learning}
         squares = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum()
+        dist.all_reduce(squares)
         norm = float(squares.sqrt())
         factor = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
         assert not self.clip or norm > self.clip / 2
@@ -233,17 +235,17 @@ class Life:
             engine.step()
             assert engine.was_step_applied()
             assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-6)
-        assert not any(safe_get_full_grad(self.parameters()[name]).any() for name in missing)
+        assert not any(safe_get_local_grad(self.parameters()[name]).any() for name in missing)
         self.counts["global"] += 1
         old, parameters = self.masters, self.parameters()
         self.masters = old | {name: master(parameters[name]) for name in learning}
         for name in learning:
-            found = self.masters[name]
+            found = part(self.masters[name])
             rtol, atol = (2.0**-17, 2e-7) if self.rounds(name) else (1e-6, 1e-8)
             if self.compressed and self.wrote_moment:  # which the step rounds before it reads them
                 atol = 0.2 * group["lr"]
             torch.testing.assert_close(found, expected[name][0], rtol=rtol, atol=atol, msg=lambda m, n=name: n + m)
-            assert not torch.equal(found, old[name]), name
+            assert not torch.equal(self.masters[name], old[name]), name
             self.counts[name] += 1
         if not self.compressed:
             for name in learning:
@@ -253,22 +255,23 @@ class Life:
         for engine in self.engines[1:]:  # every bit is that of DeepSpeed's step
             for name, parameter in self.parameters(engine).items():
                 if name in learning:
-                    assert torch.equal(safe_get_full_grad(parameter), gradients[name]), name
+                    assert torch.equal(safe_get_local_grad(parameter), gradients[name]), name
                     for key in MOMENTS:
                         assert torch.equal(moment(parameter, key), moment(parameters[name], key)), f"{name} {key}"
         self.bf16 = {name: numbers for name, numbers in self.bf16.items() if name in self.fixed}
         self.pending, self.rewritten, self.wrote_moment = set(), set(), False
 
-    def moment_before(self, name: str, key: str) -> torch.Tensor:
-        parameter = self.parameters()[name]
-        return moment(parameter, key) if self.counts[name] else torch.zeros_like(self.masters[name])
+    def moments_before(self, name: str) -> list[torch.Tensor]:
+        if not self.counts[name]:
+            return [torch.zeros_like(part(self.masters[name]))] * 2
+        return [moment(self.parameters()[name], key) for key in MOMENTS]
 
     def adamw(self, name, gradient, exp_avg, exp_avg_sq, group):
         (beta1, beta2), count = group["betas"], self.counts[name] + 1
         exp_avg = beta1 * exp_avg + (1 - beta1) * gradient
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * gradient.square()
         denominator = (exp_avg_sq / (1 - beta2**count)).sqrt() + group["eps"]
-        decayed = self.masters[name] * (1 - group["lr"] * group["weight_decay"])
+        decayed = part(self.masters[name]) * (1 - group["lr"] * group["weight_decay"])
         return decayed - group["lr"] / (1 - beta1**count) * exp_avg / denominator, exp_avg, exp_avg_sq
 
     def step(self) -> None:
@@ -425,9 +428,9 @@ class Life:
     def write_moment(self) -> None:
         name, key, self.wrote_moment = self.trained_weight(), self.draw.choice(MOMENTS), True
         for parameter in self.of_all(name):
-            wanted = 1.25 * moment(parameter, key)
+            wanted = 1.25 * safe_get_full_optimizer_state(parameter, key)
             safe_set_full_optimizer_state(parameter, wanted, key)
-            assert torch.equal(moment(parameter, key), wanted)
+            assert torch.equal(safe_get_full_optimizer_state(parameter, key), wanted)
 
     def freeze(self) -> None:
         """A layer, for a step: moments and decay move its masters all the same, as in DeepSpeed, which hides them."""
@@ -529,7 +532,13 @@ def master(parameter) -> torch.Tensor:
 
 
 def moment(parameter, key: str) -> torch.Tensor:
-    return safe_get_full_optimizer_state(parameter, key).clone()
+    """Of this rank."""
+    return safe_get_local_optimizer_state(parameter, key).clone()
+
+
+def part(full: torch.Tensor) -> torch.Tensor:
+    """This rank's elements."""
+    return full.flatten().chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def bf16(parameter) -> torch.Tensor:

@@ -1,17 +1,28 @@
-"""Masters as codes and corrections on GPUs: the kernel beside its reference, and what holds on CPU ranks."""
+"""Masters on GPUs: the kernel beside its reference, a run of codes and corrections, and an engine's life."""
+
+import random
 
 import pytest
 import torch
 
 from tests.zero import test_masters
 from tests.zero.test_master_step import *  # noqa: F403
+from tests.zero.test_state_machine import ACTIONS, SETUPS, live
 
 pytestmark = pytest.mark.gpu
 GPUS = range(1, min(torch.cuda.device_count(), 2) + 1)
+sizes = pytest.mark.parametrize("sizes", [(132, 300), (256, 512)], ids=["in two passes", "in one"])
 
 
-@pytest.mark.parametrize("sizes", [test_masters.SIZES, (256, 512)], ids=["in two passes", "in one"])
+@sizes
 @pytest.mark.parametrize("world", GPUS)
 def test_a_run_is_that_of_fp32_masters(gpu_ranks, world, sizes):
     fp32, coded = (gpu_ranks(world, test_masters.train, master, "fp32", sizes) for master in ("fp32", "fp8_plus16"))
     test_masters.assert_like_fp32(fp32, coded)
+
+
+@sizes
+@pytest.mark.parametrize("setup", SETUPS)
+def test_in_any_order_an_engine_is_what_its_fp32_tensors_say(gpu_ranks, tmp_path, setup, sizes):
+    seed, world = list(SETUPS).index(setup), min(SETUPS[setup][0], max(GPUS))
+    gpu_ranks(world, live, setup, random.Random(seed).sample(ACTIONS, len(ACTIONS)), str(tmp_path), seed, sizes)

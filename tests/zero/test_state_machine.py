@@ -94,8 +94,9 @@ SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
 class Life:
     """An engine, its twin where there is one, and what they must be."""
 
-    def __init__(self, setup: str, folder: str, seed: int):
+    def __init__(self, setup: str, folder: str, seed: int, sizes: tuple[int, int]):
         self.options, self.folder, self.draw = SETUPS[setup][1], folder, random.Random(seed)
+        self.sizes = sizes
         optimizer = self.options.get("fp8", {}).get("optimizer", {})
         self.coded, self.compressed = "master" in optimizer, "exp_avg" in optimizer
         self.config = self.options.get("config", {})
@@ -118,8 +119,7 @@ class Life:
         section = {"monitor": {"every": 0}, **self.options.get("fp8", {}), "optimizer": optimizer}
         ds_config = models.config(section, **self.options.get("zero", {})) | {"gradient_clipping": 0.0} | self.config
         more = {key: self.options[key] for key in ("prepare", "born_sharded") if key in self.options}
-        # DeepSpeed sets whole masters and gradients only where they divide by the ranks: here by 1, 2 and 3.
-        engine = models.build(ds_config, sizes=(132, 300), own=own, **more)
+        engine = models.build(ds_config, sizes=self.sizes, own=own, **more)
         assert (engine.fp8.step is not None) == own
         engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)]), lambda step: 1.0)
         return engine
@@ -196,7 +196,7 @@ class Life:
             for micro in range(self.micro_batches):
                 layer = None if without is None else engine.module.get_submodule(without)
                 if layer is not None:
-                    layer.forward = lambda x: x.new_ones(*x.shape[:-1], 300)
+                    layer.forward = lambda x: x.new_ones(*x.shape[:-1], self.sizes[1])
                 loss = self.loss(engine, self.number + micro)
                 if layer is not None:
                     del layer.forward
@@ -561,8 +561,9 @@ ACTIONS = [
 ]
 
 
-def live(setup: str, actions: list[str], folder: str, seed: int) -> None:
-    life = Life(setup, folder, seed)
+def live(setup: str, actions: list[str], folder: str, seed: int, sizes: tuple[int, int] = (132, 300)) -> None:
+    """sizes: DeepSpeed sets whole masters and gradients only where they divide by the ranks; these do by 1, 2 and 3."""
+    life = Life(setup, folder, seed, sizes)
     life.step()
     life.check()
     for number, action in enumerate(actions):

@@ -2,12 +2,11 @@
 
     python scripts/faults/mutations.py --seed 1 --count 60 --jobs 24 --json FILE
     python scripts/faults/mutations.py --seed 1 --tests-folder FOLDER     the same faults against other tests
-    python scripts/faults/mutations.py --seed 1 --only 7                  one of them again
-    python scripts/faults/mutations.py --rooms zero --tests zero=tests/zero,tests/optim
+    python scripts/faults/mutations.py --rooms zero --only 7 --tests zero=tests/zero,tests/optim
 
-Rooms and kinds take turns: a dropped call, swapped operands, a constant one off, another dtype, a wait left out. A fault
-is killed by a test that fails, with which the tests end, or by the limit. The tests of each room that was drawn also run
-without a fault. Exits with 1 where they do not pass, whatever survives.
+Rooms and kinds take turns: a dropped call, swapped operands, a constant one off, another dtype, a wait left out. A test
+that fails kills a fault and ends its run, as the limit does. The tests of every room that was drawn also run without a
+fault; the exit code is 1 where they do not pass, whatever survives.
 """
 
 from __future__ import annotations
@@ -29,14 +28,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-ROOMS = {
-    "casts": ("ds_fp8/casts", "tests/casts"),
-    "gemm": ("ds_fp8/gemm", "tests/gemm"),
-    "optim": ("ds_fp8/optim", "tests/optim"),
-    "linear": ("ds_fp8/layers/linear", "tests/layers"),
-    "zero": ("ds_fp8/zero", "tests/zero"),
-    "graphs": ("ds_fp8/graphs", "tests/engine"),
-}
+ROOMS = {name: (f"ds_fp8/{name}", f"tests/{name}") for name in ("casts", "gemm", "optim", "zero")}
+ROOMS |= {"linear": ("ds_fp8/layers/linear", "tests/layers"), "graphs": ("ds_fp8/graphs", "tests/engine")}
 """Source and tests."""
 KINDS = ("call", "operand", "constant", "dtype", "wait")
 WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "record_stream", "barrier", "record", "join"}
@@ -90,12 +83,7 @@ def draw(tree: Path, rooms: list[str], seed: int, count: int) -> list[dict]:
 
 def run_tests(tree: Path, tests: list[str], limit: float) -> dict:
     """Run tests until the first that fails; return whether one did, the seconds, and which."""
-    surroundings = {
-        "PYTHONPATH": str(tree),
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
+    surroundings = {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
@@ -124,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tests-folder", type=Path, default=ROOT / "tests")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True)
     tests = [f"{room}={where}" for room, (_, where) in ROOMS.items()] + options.tests
     tests = {room: where.split(",") for room, _, where in (text.partition("=") for text in tests)}
     drawn = draw(ROOT, options.rooms, options.seed, options.count)
@@ -142,10 +131,7 @@ def main(argv: list[str] | None = None) -> int:
                 (tree / fault["file"]).write_bytes(text)
             row = fault | run_tests(tree, tests[fault["room"]], options.limit)
         what = f"{row['kind']:8} {row['file']}:{row['line']}  {row['old']!r} -> {row['new']!r}" if "file" in row else ""
-        print(
-            f"{row['room']:7}{row.get('number', '-'):>4} {row['became']:20}{row['seconds']:6.1f} s  {what:.170}",
-            flush=True,
-        )
+        print(f"{row['room']:7}{row.get('number', '-'):>4} {row['became']:20}{row['seconds']:6.1f} s  {what:.170}")
         return row
 
     with ThreadPoolExecutor(options.jobs) as pool:

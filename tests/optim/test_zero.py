@@ -15,11 +15,10 @@ from deepspeed.checkpoint.ds_to_universal import main
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 import ds_fp8
-from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, ROUNDING, numbers_of
+from tests.optim.numbers import COAT, FISHMAN, ROUNDING
 from tests.zero import models
 
 QUIET = {"monitor": {"every": 0}}
-KEPT = {"coat": COAT, "fishman": FISHMAN, "fp8lm": FP8LM_O2, "fp32": {"implementation": "ds_fp8"}}
 LOSS = 0.01
 """Relative difference of losses after a few steps."""
 
@@ -40,11 +39,6 @@ def weights_and_moments(engine) -> dict[str, torch.Tensor]:
         for key in ("exp_avg", "exp_avg_sq"):
             result[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).cpu()
     return result
-
-
-def local_state(engine) -> list[torch.Tensor]:
-    optimizer = engine.fp8.optimizer
-    return [numbers_of(state[key]) for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
 
 def losses(optimizer, stage=3, steps=4, **zero):
@@ -122,28 +116,6 @@ def test_sub_groups_and_cpu_offload(ranks, baseline):
 
 def _losses_with(optimizer, zero):
     return losses(optimizer, **zero)[0]
-
-
-def resume(optimizer, folder, compact, zero):
-    """(uninterrupted, resumed): losses, weights and moments after 2 + 2 steps."""
-    engine = models.build(config(optimizer, **zero))
-    engine.fp8.optimizer.compact = compact
-    models.train(engine, 2)
-    engine.save_checkpoint(folder, tag="two")
-    whole = models.train(engine, 2, start=2), weights_and_moments(engine), local_state(engine)
-    engine = models.build(config(optimizer, **zero))
-    engine.load_checkpoint(folder, tag="two")
-    return whole, (models.train(engine, 2, start=2), weights_and_moments(engine), local_state(engine))
-
-
-@pytest.mark.parametrize(("name", "compact"), [("fp8lm", False), ("fp32", False), ("coat", True)])
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(ranks, tmp_path, name, compact):
-    for whole, resumed in ranks(2, resume, KEPT[name], str(tmp_path), compact, {"sub_group_size": 50000}):
-        assert whole[0] == resumed[0]
-        for key, value in whole[1].items():
-            assert torch.equal(value, resumed[1][key]), key
-        for left, right in zip(whole[2], resumed[2], strict=True):
-            assert torch.equal(left, right)
 
 
 def start_and_save(optimizer, folder, tag):

@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_fp8.engine.attach
 import ds_fp8.engine.initialize
-from ds_fp8.layers.linear.weights import GROUP
+from ds_fp8.layers.linear.weights import GATHERED, GROUP
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -157,6 +157,19 @@ def same_cast(left, right) -> bool:
     return torch.equal(*codes) and torch.equal(left.scale, right.scale)
 
 
+def unsharded(weights) -> list:
+    """What weights are gathered as for their modules: their casts."""
+    weights = list(weights)
+    weights[0].all_gather_coalesced(weights).wait()
+    found = [getattr(weight, GATHERED) for weight in weights]
+    for weight in weights:
+        assert weight.isnan().all(), "the placeholder must be loud"
+        assert weight.untyped_storage().nbytes() == 2
+        weight.partition()
+        assert getattr(weight, GATHERED) is None
+    return found
+
+
 def full_master(parameter) -> torch.Tensor:
     """The whole FP32 master tensor of a ZeRO-3 parameter, on every rank."""
     return safe_get_full_fp32_param(parameter)
@@ -164,8 +177,6 @@ def full_master(parameter) -> torch.Tensor:
 
 def bf16_weights(engine) -> dict[str, torch.Tensor]:
     """Every weight as GatheredParameters gives it, on the CPU."""
-    result = {}
-    for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            result[name] = parameter.detach().cpu().clone()
-    return result
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: parameter.detach().cpu().clone() for name, parameter in named.items()}

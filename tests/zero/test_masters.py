@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import (
     safe_get_full_fp32_param,
-    safe_get_local_fp32_param,
-    safe_set_full_fp32_param,
-    safe_set_local_fp32_param,
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-import ds_fp8.engine.initialize as initialize
-from ds_fp8.engine.attach import parameters_with_corrections
 from tests.optim.test_zero import to_universal, weights_and_moments
 from tests.zero import models
 
@@ -89,115 +81,6 @@ def assert_like_fp32(fp32, coded):
 
 def batch(engine, number):
     return models.batch(number, dist.get_rank()).to(engine.device)
-
-
-def skipped(moments, written, sizes=SIZES):
-    """State before and after a step that an Inf turns off."""
-    engine = models.build(config(moments=moments), sizes=sizes)
-    models.train(engine, 2)
-    if written:  # the user's BF16 numbers stay, and the masters behind them
-        write_bf16(engine)
-        engine(batch(engine, 9))
-    before, numbers = state(engine), models.bf16_weights(engine)
-    engine.backward(engine(batch(engine, 2)) * (torch.inf if dist.get_rank() == 0 else 1.0))
-    engine.step()
-    assert engine.skipped_steps == 1
-    return before, state(engine), numbers, models.bf16_weights(engine)
-
-
-@pytest.mark.parametrize(("moments", "written"), [(False, True), (True, False)])
-def test_a_skipped_step_changes_nothing(ranks, moments, written):
-    for before, after, numbers, later in ranks(2, skipped, moments, written):
-        assert_same(before, after)
-        assert_same(numbers, later)
-
-
-def write_bf16(engine):
-    weight = engine.module.layers[1].up.weight
-    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-        if dist.get_rank() == 0:
-            weight.data.mul_(1.5)
-
-
-def disturb(engine, seed):
-    """Change every master in its 20th bit, by what masters of codes and 16 bits lose."""
-    draw = torch.Generator().manual_seed(seed)
-    for parameter in engine.module.parameters():
-        master = safe_get_full_fp32_param(parameter)
-        noise = torch.rand(master.shape, generator=draw).to(master.device) * 2 - 1
-        safe_set_full_fp32_param(parameter, master * (1 + 2.0**-20 * noise))
-
-
-def writes(master, sizes=SIZES, disturbed=None):
-    """Losses around writes of users, and what they read. disturbed: a seed, with which the first masters change."""
-    engine = models.build(config(master), sizes=sizes)
-    up, down = engine.module.layers[1].up.weight, engine.module.layers[2].down.weight
-    losses = models.train(engine, 1)
-    if disturbed is not None:
-        disturb(engine, disturbed)
-    losses += models.train(engine, 1, start=1)
-    safe_set_full_fp32_param(up, 1.5 * safe_get_full_fp32_param(up))
-    set_to = whole(up)
-    losses += models.train(engine, 2, start=2)
-    local = safe_get_local_fp32_param(down).clone()
-    if dist.get_rank() == 1:  # alone, and seen from the next step on
-        safe_set_local_fp32_param(down, 1.25 * local)
-    read = safe_get_local_fp32_param(down).clone()
-    losses += models.train(engine, 2, start=4)
-    before = safe_get_full_fp32_param(up)
-    write_bf16(engine)
-    untouched = torch.equal(before, safe_get_full_fp32_param(up))
-    losses += models.train(engine, 2, start=6)
-    assert not any(weight.master_override is not None for weight in engine.fp8.weights)
-    assert torch.equal(read, (1.25 if dist.get_rank() == 1 else 1.0) * local)
-    return losses, set_to, whole(up), whole(down), untouched
-
-
-def test_users_write_masters_and_numbers(ranks):
-    assert_alike(functools.partial(ranks, 2, writes), SIZES)
-
-
-def assert_alike(run, sizes):
-    """Masters of codes are as near FP32 masters as those are to others that differ in the 20th bit."""
-    coded, fp32 = run("fp8_plus16", sizes), run("fp32", sizes)
-    spread = [apart(run("fp32", sizes, seed), fp32) for seed in (1, 2)]
-    found, expected = apart(coded, fp32), [max(both) for both in zip(*spread, strict=True)]
-    assert found[0] <= max(2e-3, 3 * expected[0])
-    for distance, of_fp32 in zip(found[1:], expected[1:], strict=True):
-        assert distance < min(2e-3, 2 * of_fp32)
-    assert all(rank[4] for rank in coded)
-
-
-def apart(one, other):
-    """Largest relative difference of the losses of two runs, and relative distances of the masters that they read."""
-    losses = max(abs(x / y - 1) for a, b in zip(one, other, strict=True) for x, y in zip(a[0], b[0], strict=True))
-    pairs = zip(one[0][1:4], other[0][1:4], strict=True)  # whole masters: of all ranks the same
-    return [losses, *(float((a - b).norm() / b.norm()) for a, b in pairs)]
-
-
-def resume(folder, scale, moments, other, sizes=SIZES):
-    """State and losses of a run that went on, and of one that loaded."""
-    arguments = {"scale": scale, "moments": moments, "sub_group_size": 50000}
-    engine = models.build(config(**arguments), sizes=sizes)
-    models.train(engine, 3)
-    engine.save_checkpoint(folder, tag="three")
-    saved = state(engine)
-    went_on = models.train(engine, 3, start=3), state(engine)
-    engine = models.build(config(**arguments), sizes=sizes)
-    models.train(engine, other)
-    engine.load_checkpoint(folder, tag="three")
-    engine(batch(engine, 0))  # which casts
-    loaded = state(engine)
-    resumed = models.train(engine, 3, start=3), state(engine)
-    return saved, loaded, went_on, resumed
-
-
-@pytest.mark.parametrize(("world", "scale", "moments", "other"), [(3, "pow2", True, 2), (1, "fp32", False, 0)])
-def test_a_resumed_run_is_the_run_that_went_on(ranks, tmp_path, world, scale, moments, other):
-    for saved, loaded, went_on, resumed in ranks(world, resume, str(tmp_path), scale, moments, other):
-        assert_same(saved, loaded)
-        assert went_on[0] == resumed[0]
-        assert_same(went_on[1], resumed[1])
 
 
 def universal(folder, tag, master, steps, load):
@@ -313,69 +196,3 @@ def test_outlier_channels_and_weights_that_left_fp8(ranks):
     for losses, numbers, master, name in ranks(2, sharded_by_hand, "fp32"):
         assert losses[-1] < losses[0]
         assert torch.equal(numbers[name], master.bfloat16())
-
-
-def only_coded(model, trained):
-    return {key: False for key, of_bf16 in parameters_with_corrections(model, trained).items() if not of_bf16}
-
-
-def tie(net):
-    net.lm_head.weight = net.embedding.weight
-
-
-def other_masters(folder, split, moments, threshold, prepared):
-    """What embedding, head and vectors are through writes, a skipped step, a resume: in BF16 and bits, or in FP32."""
-    ds_config = {**config(stage3_param_persistence_threshold=threshold), "gradient_clipping": 0.0}
-    ds_config["fp8"]["optimizer"] |= {"exp_avg": moments, "exp_avg_sq": moments}
-    folder, found = f"{folder}/{split}", []
-    unsplit = mock.patch.object(initialize, "parameters_with_corrections", only_coded)
-    with contextlib.nullcontext() if split else unsplit:
-        engine, again = (models.build(ds_config, sizes=SIZES, **prepared) for _ in range(2))
-
-    def note(engine, start, steps=2):
-        losses = models.train(engine, steps, start)
-        found.append({"losses": torch.tensor(losses), **state(engine), **models.bf16_weights(engine)})
-
-    embedding, head = engine.module.embedding.weight, engine.module.lm_head.weight
-    note(engine, 0, 3)
-    safe_set_full_fp32_param(embedding, 1.5 * safe_get_full_fp32_param(embedding))
-    local = safe_get_local_fp32_param(head).clone()
-    if dist.get_rank() == 0:
-        safe_set_local_fp32_param(head, 1.25 * local)
-    note(engine, 3, 0)  # masters alone are new
-    note(engine, 3)
-    with deepspeed.zero.GatheredParameters([embedding, head], modifier_rank=0):
-        if dist.get_rank() == 0:
-            embedding.data[::2] = 0
-    note(engine, 5, 0)  # the numbers alone are new
-    engine.backward(engine(batch(engine, 5)) * torch.inf)
-    engine.step()
-    assert engine.skipped_steps == 1
-    note(engine, 5, 0)
-    note(engine, 5)
-    with deepspeed.zero.GatheredParameters([embedding, head], modifier_rank=0):
-        pass
-    engine.save_checkpoint(folder, tag="saved")
-    note(engine, 7)
-    note(again, 7, 1)
-    again.load_checkpoint(folder, tag="saved")
-    note(again, 7)
-    assert_same(found[-1], found[-3])
-    again.optimizer.refresh_fp32_params()
-    note(again, 9)
-    flat = engine.optimizer.fp32_partitioned_groups_flat
-    return found, sum(one.untyped_storage().nbytes() for one in flat), len(flat)
-
-
-@pytest.mark.parametrize(
-    ("world", "moments", "threshold", "prepared"),
-    [(1, "fp32", 300, {}), (2, "bf16", 0, {"prepare": tie}), (3, "bf16", 8000, {"born_sharded": True})],
-)
-def test_masters_of_what_is_gathered_in_bf16_are_fp32(ranks, tmp_path, world, moments, threshold, prepared):
-    words = (moments, threshold, prepared)
-    split, fp32 = (ranks(world, other_masters, str(tmp_path), split, *words) for split in (True, False))
-    for (found, bytes_left, groups), (expected, nbytes, of_fp32) in zip(split, fp32, strict=True):
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-        assert bytes_left < nbytes / 8
-        assert groups > of_fp32

@@ -60,7 +60,7 @@ def read_examples(config: DataConfig) -> Iterator[str | Chat]:
     form = None
     for number, row in enumerate(_rows(config.path), 1):
         where = f"row {number} of {config.path}"
-        own = form_of(row, name) if chat or name in row else None
+        own = _form_of(row, name) if chat or name in row else None
         form = form or own
         if own is None or own != form:
             columns = ", ".join(row)
@@ -75,16 +75,17 @@ def read_examples(config: DataConfig) -> Iterator[str | Chat]:
             yield example
 
 
-def recognise(path: str, messages_key: str = "messages") -> dict[str, str]:
-    """Return the keys of "data" with which the source at `path` is read, by the columns of its first row."""
+def recognise(path: str, messages_key: str) -> tuple[dict[str, str], str]:
+    """Return the keys of "data" with which the source at `path` is read, by its first row, and what it is in words."""
     row = next(_rows(path), None)
     if row is None:
         raise empty(path)
-    if form_of(row, messages_key):
-        return {"format": "chat"}
+    if form := _form_of(row, messages_key):
+        return {"format": "chat"}, f"chats ({form})"
     texts = [column for column, value in row.items() if isinstance(value, str)]
     if "text" in texts or len(texts) == 1:
-        return {"format": "documents"} | ({} if "text" in texts else {"text_key": texts[0]})
+        key = "text" if "text" in texts else texts[0]
+        return {"format": "documents"} | ({} if key == "text" else {"text_key": key}), f"text ({key})"
     pairs = "pairs of preference, which are not trained on" if set(PREFERENCES) & set(row) else "nothing that is known"
     raise UserError(
         f"the columns of {path} are {pairs}: {', '.join(row)}",
@@ -93,7 +94,7 @@ def recognise(path: str, messages_key: str = "messages") -> dict[str, str]:
     )
 
 
-def form_of(row: Mapping[str, Any], messages_key: str) -> str | None:
+def _form_of(row: Mapping[str, Any], messages_key: str) -> str | None:
     """Return the form of chat that a row has: the column of its messages, a name of FORMS, or None."""
     if messages_key in row:
         return messages_key

@@ -302,7 +302,7 @@ def test_other_forms_of_chats_are_read_as_messages(row, messages, tmp_path):
     (chat,) = read_examples(config)
     assert chat.messages == messages
     assert chat.arguments == {"tools": tools}
-    assert recognise(str(tmp_path / "own.jsonl")) == {"format": "chat"}
+    assert recognise(str(tmp_path / "own.jsonl"), "messages")[0] == {"format": "chat"}
 
 
 @pytest.mark.parametrize(
@@ -335,10 +335,10 @@ def test_rows_of_mixed_or_of_broken_forms_are_refused(rows, words, tmp_path):
 def test_text_is_recognised_by_its_column(row, found, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps(row))
     if isinstance(found, dict):
-        assert recognise(str(tmp_path / "own.jsonl")) == found
+        assert recognise(str(tmp_path / "own.jsonl"), "messages")[0] == found
     else:
         with pytest.raises(UserError, match=found):
-            recognise(str(tmp_path / "own.jsonl"))
+            recognise(str(tmp_path / "own.jsonl"), "messages")
 
 
 def test_a_row_that_no_tokenizer_takes_is_named(tmp_path, monkeypatch):

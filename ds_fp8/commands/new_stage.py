@@ -45,9 +45,8 @@ CLIPPED = 800
 
 
 def add_new_stage(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "data", nargs="?", metavar="DATA", help="of a model in the place of FILE: JSONL, folder, data set"
-    )
+    words = "data of a model, given in the place of FILE: JSONL, folder, data set"
+    parser.add_argument("data", nargs="?", metavar="DATA", help=words)
     add = parser.add_argument_group("with MODEL DATA").add_argument
     add("--lora", type=count, metavar="R", help="train adapters of this rank instead of all weights")
     add("--seq", type=count, metavar="TOKENS", help="tokens of a row (default: by the data, at most the model's)")
@@ -253,7 +252,7 @@ def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tupl
     from ds_fp8.memory.estimate import estimate, estimate_workload, largest_that_fits
     from ds_fp8.memory.shapes import read_workload
 
-    device, name, memory = "cpu", "CPU rank", psutil.virtual_memory().total // ranks
+    device, name, memory = "cpu", "CPU", psutil.virtual_memory().total // ranks
     if get_accelerator().device_name() == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         device, name, memory = "cuda", gpu.name, gpu.total_memory
@@ -273,8 +272,7 @@ def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tupl
     problem, _, remedy = verdict_of(raw, found, memory, name).partition("; ")
     adapted = estimate({**raw, "train": {**raw["train"], "lora": {"r": 16}}}, gpus=ranks, device=device).device_bytes
     if adapted <= memory and "lora" not in raw["train"]:
-        way = f"with --lora 16 ({adapted / GIB:.1f} GiB)"
-        remedy = f"{remedy}, or {way}" if remedy.startswith("fits") else f"fits {way}"
+        remedy = f"fits with --lora 16 ({adapted / GIB:.1f} GiB); {remedy}"
     raise UserError(f"{raw['model']['path']} {problem}, layers recomputed", key="MODEL", remedy=remedy)
 
 
@@ -301,15 +299,15 @@ def check_run(stage: Stage, needs: Estimate | None) -> None:
 
 
 def _describe(stage: Stage, console: Console) -> None:
-    """Say what the stage does."""
-    model, train = stage.model, stage.train
+    train, fp8 = stage.train, f"FP8, preset {stage.fp8.preset_name}" if stage.fp8.enabled else "BF16"
     what = f"adapters of rank {train.lora.r} beside" if train.lora else "all weights of"
-    what += f" {model.path}, layers recomputed" if model.activation_checkpointing else f" {model.path}"
-    fp8 = f"FP8 by the preset {stage.fp8.preset_name}" if stage.fp8.enabled else "BF16"
-    rows = f"{stage.global_batch:,} rows x {stage.data.sequence_length:,} tokens"
-    split = f"ranks {stage.world}, micro-batches a rank {stage.accumulation}, rows a micro-batch {stage.micro_batch}"
-    lines = [f"trains {what}, {fp8}, learning rate {stage.configuration.optimizer_params['lr']:g}"]
+    recomputed = ", layers recomputed" if stage.model.activation_checkpointing else ""
     epochs = f" ({train.epochs:g} epochs)" if train.epochs else ""
-    lines += [f"{train.steps:,} steps{epochs} of {rows}: {split}"]
-    for line in [*lines, f"run folder: {stage.run_dir}"]:
+    rate = stage.configuration.optimizer_params["lr"]
+    for line in (
+        f"trains {what} {stage.model.path}: {fp8}, learning rate {rate:g}{recomputed}",
+        f"{train.steps:,} steps{epochs} of {stage.global_batch:,} rows x {stage.data.sequence_length:,} tokens: ranks "
+        f"{stage.world}, micro-batches a rank {stage.accumulation}, rows a micro-batch {stage.micro_batch}",
+        f"run folder: {stage.run_dir}",
+    ):
         console.print(line, markup=False)

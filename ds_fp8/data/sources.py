@@ -38,7 +38,6 @@ FORMS = {
 """Other forms of chats: the columns that a row of it has, and those that it may have besides."""
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
 """ShareGPT's names of roles."""
-PREFERENCES = ("chosen", "rejected")
 UNREAD = ("tool_defs", "functions", "function_call", "system", "system_prompt", "enable_thinking", "thinking")
 UNREAD += (IMAGES := ("image", "images", "videos", "audio", "audios"))
 """Columns beside messages that would change what is learnt."""
@@ -66,9 +65,7 @@ def read_examples(config: DataConfig) -> Iterator[str | Chat]:
             columns = ", ".join(row)
             remedy = f"set {key} to one of: {columns}" if number == 1 else f'give it a "{name}"; it has: {columns}'
             problem = f'{where if number > 1 else config.path} has no column "{name}"'
-            if any(column in row for column in PREFERENCES):
-                remedy = "pairs are not trained on: write chosen alone, as docs/configuration.md, Chats, says"
-            elif form not in (None, name):
+            if form not in (None, name):
                 problem, remedy = f"{where} is not {form}, as row 1 is", f"give all rows one form; it has: {columns}"
             raise UserError(problem, key=key, remedy=remedy)
         if example := check(row if own == name else _as_messages(row, own, name, where), where, config):
@@ -86,7 +83,7 @@ def recognise(path: str, messages_key: str) -> tuple[dict[str, str], str]:
     if "text" in texts or len(texts) == 1:
         key = "text" if "text" in texts else texts[0]
         return {"format": "documents"} | ({} if key == "text" else {"text_key": key}), f"text ({key})"
-    pairs = "pairs of preference, which are not trained on" if set(PREFERENCES) & set(row) else "nothing that is known"
+    pairs = "pairs of preference, which are not trained on" if "chosen" in row else "nothing that is known"
     raise UserError(
         f"the columns of {path} are {pairs}: {', '.join(row)}",
         key="data.path",
@@ -106,25 +103,31 @@ def _as_messages(row: dict[str, Any], form: str, key: str, where: str) -> dict[s
     first = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     try:
         if form == "ShareGPT":
-            messages = [*first, *map(_turn_of_sharegpt, row["conversations"])]
+            turns = map(_turn_of_sharegpt, row["conversations"])
         elif form == "Alpaca":
-            before = [said for pair in row.get("history") or () for said in _asked(*pair, weight=0)]
+            before = [
+                turn for asked, said in row.get("history") or () for turn in (*_user(asked), *_assistant(said, 0))
+            ]
             question = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
-            messages = [*first, *before, *_asked(question, row["output"])]
-        else:
-            prompt, completion = row["prompt"], row["completion"]
-            # A plain completion is an answer; of a conversation the turns before it carry no loss.
-            given = _asked(prompt, "")[:1] if isinstance(prompt, str) else prompt
-            given = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in given]
-            messages = [*given, *(_asked("", completion)[1:] if isinstance(completion, str) else completion)]
+            turns = [*before, *_user(question), *_assistant(row["output"])]
+        else:  # plain texts are turns; the turns of a prompt carry no loss
+            prompt, said = row["prompt"], row["completion"]
+            prompt = _user(prompt) if isinstance(prompt, str) else prompt
+            prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
+            turns = [*prompt, *(_assistant(said) if isinstance(said, str) else said)]
+        messages = [*first, *turns]
     except (TypeError, ValueError, LookupError, AttributeError):
         problem, remedy = f"{where} is not {form}, as its columns say", "repair it: docs/configuration.md, Chats"
         raise UserError(problem, key="data.path", remedy=remedy) from None
     return {column: value for column, value in row.items() if column not in sum(FORMS[form], ())} | {key: messages}
 
 
-def _asked(question: str, answer: str, **of_answer: int) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **of_answer}]
+def _user(said: str) -> list[Message]:
+    return [{"role": "user", "content": said}]
+
+
+def _assistant(said: str, weight: int = 1) -> list[Message]:
+    return [{"role": "assistant", "content": said} | ({} if weight else {"weight": 0})]
 
 
 def _turn_of_sharegpt(said: Mapping[str, Any]) -> Message:
@@ -133,8 +136,8 @@ def _turn_of_sharegpt(said: Mapping[str, Any]) -> Message:
     rest = {key: value for key, value in said.items() if key not in ("from", "value")}
     if said["from"] != "function_call":
         return {**rest, "role": SPEAKERS.get(said["from"], said["from"]), "content": said["value"]}
-    calls = json.loads(said["value"])
-    calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    found = json.loads(said["value"])
+    calls = [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found])]
     return {**rest, "role": "assistant", "content": None, "tool_calls": calls}
 
 

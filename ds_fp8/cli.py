@@ -12,7 +12,8 @@ from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.schema import nearest
 
 COMMANDS = {
-    "train": "train one stage",
+    "train": "train a model on data, or one stage",
+    "chat": "ask a trained model one question",
     "estimate": "estimate how much memory a stage takes, FP8 beside BF16",
     "sweep": "measure memory and speed over a grid of settings",
     "parity": "compare FP8 with BF16 on your own stage, over seeds and a grid",
@@ -20,7 +21,7 @@ COMMANDS = {
     "export": "write a Hugging Face folder in BF16 or FP8",
     "evaluate": "measure perplexity and exact match of a Hugging Face folder",
     "report": "compare finished FP8 runs with their BF16 twins",
-    "check": "check a DeepSpeed JSON without running it",
+    "check": "check a DeepSpeed JSON, a stage, or a model and data, without training",
     "configs": "list the configurations that come with ds_fp8",
 }
 

@@ -109,7 +109,7 @@ def test_the_export_that_train_proposes_holds_the_weights(changes, model, layout
     ("preset", "words"),
     [
         ("infir2", "export:  ds-fp8 export {0} {0}-fp8 --format fp8"),
-        ("precise", "serve:   {0}/model in BF16: FP8 folders"),
+        ("precise", "serve:   vllm serve {0}/model   (BF16: FP8 folders"),
     ],
 )
 def test_the_end_of_a_training_says_how_to_serve(preset, words, tmp_path):

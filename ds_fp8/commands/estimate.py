@@ -74,7 +74,7 @@ def main() -> int:
             estimates[name] = estimate(twin, gpus=arguments.gpus)
         except UserError as error:
             without[name] = error.problem
-    verdict = None if memory is None else _verdict(raw, stage, memory, arguments.gpu)
+    verdict = None if memory is None else verdict_of(raw, stage, memory, arguments.gpu and arguments.gpu.lower())
     fits = memory is None or _needed(stage) <= memory
     if arguments.json:
         result: dict[str, Any] = {name: value.as_json() for name, value in estimates.items()} | dict.fromkeys(without)
@@ -104,12 +104,12 @@ def _needed(estimate: Estimate) -> int:
     return estimate.device_bytes + (estimate.graph_bytes if required else 0)
 
 
-def _verdict(raw: Mapping[str, Any], estimate: Estimate, memory: int, gpu: str | None) -> str:
+def verdict_of(raw: Mapping[str, Any], estimate: Estimate, memory: int, gpu: str | None) -> str:
     """Return one line: whether the stage fits, with CUDA graphs or without, and where it does not, what would."""
     from ds_fp8.memory.estimate import gpus_that_fit, settings_that_fit
 
     needed, graphs, gpus = _needed(estimate), estimate.graph_bytes, estimate.workload.gpus
-    where = f"{gpus} x {gpu.lower()}" if gpu else f"{gpus} GPU{'s' if gpus > 1 else ''}"
+    where = f"{gpus} x {gpu}" if gpu else f"{gpus} GPU{'s' if gpus > 1 else ''}"
     figures = f"{needed / GIB:.1f} of {memory / GIB:.1f} GiB on {where}"
     if needed <= memory:
         whole = estimate.device_bytes + graphs
@@ -121,7 +121,8 @@ def _verdict(raw: Mapping[str, Any], estimate: Estimate, memory: int, gpu: str |
             f"fits only without CUDA graphs: {figures}, {whole / GIB:.1f} with them; steps launched by Python take "
             "longer where micro-batches are small"
         )
-    found = [remedy(raw, gpus, memory) for remedy in (settings_that_fit, gpus_that_fit)]
+    tried = (settings_that_fit, gpus_that_fit) if estimate.workload.device == "cuda" else ()
+    found = [remedy(raw, gpus, memory) for remedy in tried]
     ways = [f"{remedy.change} ({remedy.device_bytes / GIB:.1f} GiB)" for remedy in found if remedy is not None]
     would = f"fits with {' or with '.join(ways)}" if ways else "no tried setting or number of GPUs fits"
     return f"does not fit: {figures}; {would}"

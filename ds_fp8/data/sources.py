@@ -16,7 +16,7 @@ import datasets
 import fsspec
 
 from ds_fp8.config.errors import UserError, first_line
-from ds_fp8.data.chat import MAX_CHARACTERS, RESERVED, Chat, Message, check_text
+from ds_fp8.data.chat import MAX_CHARACTERS, MEANT, RESERVED, Chat, Message, check_text
 from ds_fp8.data.config import DataConfig
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -30,8 +30,14 @@ REMEDIES = {
     "Read-only": ACCESS,
 }
 """What to do, by words of a reader's error."""
-FORMS = ("completion", "conversations", "instruction", "chosen")
-"""Columns of other forms of chats: TRL's prompt and completion, ShareGPT, Alpaca, pairs of preference."""
+FORMS = {
+    "ShareGPT": (("conversations",), ("system",)),
+    "prompt and completion": (("prompt", "completion"), ()),
+    "Alpaca": (("instruction", "output"), ("input", "history", "system")),
+}
+"""Other forms of chats: the columns that a row of it has, and those that it may have besides."""
+SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+"""ShareGPT's names of roles."""
 UNREAD = ("tool_defs", "functions", "function_call", "system", "system_prompt", "enable_thinking", "thinking")
 UNREAD += (IMAGES := ("image", "images", "videos", "audio", "audios"))
 """Columns beside messages that would change what is learnt."""
@@ -50,17 +56,89 @@ def read_examples(config: DataConfig) -> Iterator[str | Chat]:
     chat = config.format == "chat"
     name, key = (config.messages_key, "data.messages_key") if chat else (config.text_key, "data.text_key")
     check = _checked_chat if chat else _checked_text
+    form = None
     for number, row in enumerate(_rows(config.path), 1):
         where = f"row {number} of {config.path}"
-        if name not in row:
+        own = _form_of(row, name) if chat or name in row else None
+        form = form or own
+        if own is None or own != form:
             columns = ", ".join(row)
             remedy = f"set {key} to one of: {columns}" if number == 1 else f'give it a "{name}"; it has: {columns}'
-            if chat and any(column in row for column in FORMS):
-                remedy = f'write [{{"role": "user", "content": ...}}, {{"role": "assistant", ...}}] for {columns}: '
-                remedy += "docs/configuration.md, Chats, says how"
-            raise UserError(f'{where if number > 1 else config.path} has no column "{name}"', key=key, remedy=remedy)
-        if example := check(row, where, config):
+            problem = f'{where if number > 1 else config.path} has no column "{name}"'
+            if form not in (None, name):
+                problem, remedy = f"{where} is not {form}, as row 1 is", f"give all rows one form; it has: {columns}"
+            raise UserError(problem, key=key, remedy=remedy)
+        if example := check(row if own == name else _as_messages(row, own, name, where), where, config):
             yield example
+
+
+def recognise(path: str, messages_key: str) -> tuple[dict[str, str], str]:
+    """Return the keys of "data" with which the source at `path` is read, by its first row, and what it is in words."""
+    row = next(_rows(path), None)
+    if row is None:
+        raise empty(path)
+    if form := _form_of(row, messages_key):
+        return {"format": "chat"}, f"chats ({form})"
+    texts = [column for column, value in row.items() if isinstance(value, str)]
+    if "text" in texts or len(texts) == 1:
+        key = "text" if "text" in texts else texts[0]
+        return {"format": "documents"} | ({} if key == "text" else {"text_key": key}), f"text ({key})"
+    pairs = "pairs of preference, which are not trained on" if "chosen" in row else "nothing that is known"
+    raise UserError(
+        f"the columns of {path} are {pairs}: {', '.join(row)}",
+        key="data.path",
+        remedy='name the text, --set data.text_key=COLUMN, or write {"messages": [{"role": ..., "content": ...}]}',
+    )
+
+
+def _form_of(row: Mapping[str, Any], messages_key: str) -> str | None:
+    """Return the form of chat that a row has: the column of its messages, a name of FORMS, or None."""
+    if messages_key in row:
+        return messages_key
+    return next((form for form, (columns, _) in FORMS.items() if all(column in row for column in columns)), None)
+
+
+def _as_messages(row: dict[str, Any], form: str, key: str, where: str) -> dict[str, Any]:
+    """Return a row of another form with its conversation in the column `key`, and its other columns."""
+    first = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    try:
+        if form == "ShareGPT":
+            turns = map(_turn_of_sharegpt, row["conversations"])
+        elif form == "Alpaca":
+            before = [
+                turn for asked, said in row.get("history") or () for turn in (*_user(asked), *_assistant(said, 0))
+            ]
+            question = "\n".join(part for part in (row["instruction"], row.get("input")) if part)
+            turns = [*before, *_user(question), *_assistant(row["output"])]
+        else:  # plain texts are turns; the turns of a prompt carry no loss
+            prompt, said = row["prompt"], row["completion"]
+            prompt = _user(prompt) if isinstance(prompt, str) else prompt
+            prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
+            turns = [*prompt, *(_assistant(said) if isinstance(said, str) else said)]
+        messages = [*first, *turns]
+    except (TypeError, ValueError, LookupError, AttributeError):
+        problem, remedy = f"{where} is not {form}, as its columns say", "repair it: docs/configuration.md, Chats"
+        raise UserError(problem, key="data.path", remedy=remedy) from None
+    return {column: value for column, value in row.items() if column not in sum(FORMS[form], ())} | {key: messages}
+
+
+def _user(said: str) -> list[Message]:
+    return [{"role": "user", "content": said}]
+
+
+def _assistant(said: str, weight: int = 1) -> list[Message]:
+    return [{"role": "assistant", "content": said} | ({} if weight else {"weight": 0})]
+
+
+def _turn_of_sharegpt(said: Mapping[str, Any]) -> Message:
+    if "role" in said:  # a conversation of this package's form in ShareGPT's column
+        return dict(said)
+    rest = {key: value for key, value in said.items() if key not in ("from", "value")}
+    if said["from"] != "function_call":
+        return {**rest, "role": SPEAKERS.get(said["from"], said["from"]), "content": said["value"]}
+    found = json.loads(said["value"])
+    calls = [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found])]
+    return {**rest, "role": "assistant", "content": None, "tool_calls": calls}
 
 
 def empty(path: str) -> UserError:
@@ -246,8 +324,9 @@ def _checked_messages(messages: Any, malformed: Callable[..., UserError]) -> lis
         if message.get("weight", 1) not in (0, 1):
             raise malformed(f'has the "weight" {message["weight"]}, which is neither 0 nor 1')
         checked.append({**message, "content": content})
-    if not any(message["role"] == "assistant" for message in checked):
-        raise malformed("has no assistant turn")
+    spoken = [message for message in checked if message["role"] == "assistant"]
+    if not any(message.get(key) for message in spoken for key in ("content", "tool_calls", *MEANT)):
+        raise malformed("has no assistant turn" if not spoken else "has no word of the assistant")
     return checked
 
 

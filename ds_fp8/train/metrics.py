@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -290,7 +291,10 @@ class RunProgress:
             self._bar.start()
             self._bar.update(self._task, completed=step, figures=_figures(record))
         elif step >= self._line_due or step == self._total:
-            logger.info("step %s/%s  %s", step, self._total, _figures(record))
+            left = timedelta(seconds=round((self._total - step) * record["step_seconds"]))
+            # The first step compiles, and the last leaves nothing.
+            left = f"  {left} left" if 1 < step < self._total else ""
+            logger.info("step %s/%s  %s%s", step, self._total, _figures(record), left)
             self._line_due = (step // self._every + 1) * self._every
 
     def stop(self) -> None:

@@ -313,12 +313,13 @@ def load_stage(path: str | os.PathLike, overrides: list[str] | tuple[str, ...] =
         raw = read_json(file)
         for override in overrides:
             apply_override(raw, override)
-        return _check(raw, file, world or int(os.environ.get("WORLD_SIZE", "1")))
+        return checked_stage(raw, file, world or int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
         raise error.located(file) from None
 
 
-def _check(raw: dict[str, Any], file: Path, world: int) -> Stage:
+def checked_stage(raw: dict[str, Any], file: Path, world: int) -> Stage:
+    """Return the stage that `raw` describes for so many ranks, as `load_stage` does; errors name `file`."""
     raw = with_assumed_preset(raw)  # named before the run, so that later resumes have the same
     configuration = Configuration(raw, os.fspath(file))
 

@@ -14,7 +14,7 @@ import pytest
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_data
 from ds_fp8.data import sources as module
-from ds_fp8.data.sources import read_examples
+from ds_fp8.data.sources import read_examples, recognise
 
 TEXTS = ["The first text.", "The second text,\nof two lines.", "The third."]
 CHATS = [
@@ -254,19 +254,91 @@ def test_a_field_beside_messages_is_read_or_refused(column, value, tmp_path):
     assert f'"{column}"' in str(error)
 
 
+CALL = {"name": "add", "arguments": {"a": 1}}
+HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
 @pytest.mark.parametrize(
-    "row",
+    ("row", "messages"),
     [
-        {"prompt": CHATS[0][:1], "completion": CHATS[0][1:]},
-        {"conversations": [{"from": "human", "value": "Hi"}], "system": "Be kind."},
-        {"instruction": "Say", "input": "", "output": "Hi"},
+        ({"prompt": "Hi", "completion": "Ho"}, HI),
+        ({"prompt": HI + HI[:1], "completion": HI[1:]}, [HI[0], {**HI[1], "weight": 0}, *HI]),
+        ({"conversations": HI}, HI),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "function_call", "value": json.dumps(CALL)},
+                    {"from": "observation", "value": "2"},
+                    {"from": "gpt", "value": "Ho", "weight": 0},
+                ],
+                "system": "Be kind.",
+            },
+            [
+                {"role": "system", "content": "Be kind."},
+                HI[0],
+                {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+                {"role": "tool", "content": "2"},
+                {**HI[1], "weight": 0},
+            ],
+        ),
+        ({"instruction": "Hi", "input": "", "output": "Ho", "source": "web"}, HI),
+        (
+            {"instruction": "Add", "input": "1 1", "output": "2", "system": "Be kind.", "history": [["Hi", "Ho"]]},
+            [
+                {"role": "system", "content": "Be kind."},
+                HI[0],
+                {**HI[1], "weight": 0},
+                {"role": "user", "content": "Add\n1 1"},
+                {"role": "assistant", "content": "2"},
+            ],
+        ),
     ],
 )
-def test_other_forms_of_chats_are_told_how_they_are_converted(row, tmp_path):
+def test_other_forms_of_chats_are_read_as_messages(row, messages, tmp_path):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (tmp_path / "own.jsonl").write_text(json.dumps({**row, "tools": tools}))
+    config = DataConfig(path=str(tmp_path / "own.jsonl"), tokenizer="given", format="chat")
+    (chat,) = read_examples(config)
+    assert chat.messages == messages
+    assert chat.arguments == {"tools": tools}
+    assert recognise(str(tmp_path / "own.jsonl"), "messages")[0] == {"format": "chat"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"messages": HI}, {"conversations": HI}], 'row 2 of {} has no column "messages"'),
+        ([{"conversations": HI}, {"messages": HI}], "row 2 of {} is not ShareGPT, as row 1 is"),
+        ([{"conversations": HI}, {"text": "Hi"}], "row 2 of {} is not ShareGPT, as row 1 is"),
+        ([{"conversations": [{"from": "human"}]}], "row 1 of {} is not ShareGPT, as its columns say"),
+        ([{"instruction": 3, "input": "4", "output": "Ho"}], "row 1 of {} is not Alpaca, as its columns say"),
+        ([{"instruction": "Hi", "output": ""}], '"messages" of row 1 of {} has no word of the assistant'),
+        ([{"prompt": "Hi", "completion": None}], "row 1 of {} is not prompt and completion, as its columns say"),
+        ([{"chosen": HI, "rejected": HI}], '{} has no column "messages"'),
+    ],
+)
+def test_rows_of_mixed_or_of_broken_forms_are_refused(rows, words, tmp_path):
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert words.format(tmp_path / "own.jsonl") in str(_error(tmp_path / "own.jsonl", format="chat"))
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"text": "a", "title": "b"}, {"format": "documents"}),
+        ({"body": "a", "id": 3}, {"format": "documents", "text_key": "body"}),
+        ({"chosen": HI, "rejected": HI}, "pairs of preference"),
+        ({"title": "a", "body": "b"}, "title, body"),
+    ],
+)
+def test_text_is_recognised_by_its_column(row, found, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps(row))
-    error = _error(tmp_path / "own.jsonl", format="chat")
-    assert error.key == "data.messages_key"
-    assert f"for {', '.join(row)}: docs/configuration.md" in error.remedy
+    if isinstance(found, dict):
+        assert recognise(str(tmp_path / "own.jsonl"), "messages")[0] == found
+    else:
+        with pytest.raises(UserError, match=found):
+            recognise(str(tmp_path / "own.jsonl"), "messages")
 
 
 def test_a_row_that_no_tokenizer_takes_is_named(tmp_path, monkeypatch):

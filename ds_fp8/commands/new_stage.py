@@ -1,0 +1,313 @@
+"""A stage made of a model and data alone: what `ds-fp8 train MODEL DATA` decides and says."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_fp8.commands.arguments import amount, count, say
+from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.files import apply_override, model_of_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
+
+    from ds_fp8.data import StageData
+    from ds_fp8.memory import Estimate
+    from ds_fp8.train import Stage
+
+GIB = 2**30
+LONGEST, SHORTEST = 4096, 128
+"""Tokens of a row where no chat is longer, and where there are few; 128 is the edge of a block of scales."""
+MICRO_TOKENS, STEP_TOKENS, STEPS = 8192, 65536, 20
+"""Most tokens of a micro-batch on a GPU and of a step, which is smaller where an epoch would have fewer steps."""
+HELD_OUT, MOST_HELD_OUT = 0.05, 500
+"""Share of the examples for validation, and most examples."""
+RATES, LARGE = {"adapters": 2e-4, "small": 2e-5, "large": 1e-5}, 4e9
+"""Peak learning rates, and parameters of a large model."""
+MICRO_BATCH, TRAIN_BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"  # config.deepspeed_json imports torch
+KEYS = {"lora": "train.lora.r", "seq": "data.sequence_length", "epochs": "train.epochs", "lr": "optimizer.params.lr"}
+KEYS |= {"out": "train.run_dir", "write": None}
+"""Options of MODEL DATA, and the keys of a stage that they stand for."""
+SECONDS = 5
+"""In which the hub must answer."""
+CLIPPED = 800
+
+
+def add_new_stage(parser: argparse.ArgumentParser) -> None:
+    words = "data of a model, given in the place of FILE: JSONL, folder, data set"
+    parser.add_argument("data", nargs="?", metavar="DATA", help=words)
+    add = parser.add_argument_group("with MODEL DATA").add_argument
+    add("--lora", type=count, metavar="R", help="train adapters of this rank instead of all weights")
+    add("--seq", type=count, metavar="TOKENS", help="tokens of a row (default: by the data, at most the model's)")
+    add("--epochs", type=amount, metavar="N", help="passes through the data (default: 3 of chats, 1 of text)")
+    add("--lr", type=amount, help="peak learning rate (default: 2e-4 of adapters; 2e-5; 1e-5 from 4B parameters on)")
+    add("--out", metavar="FOLDER", help="run folder (default: runs/MODEL-DATA)")
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuse options of MODEL DATA beside a stage, and a stage in the place of the model or a model in its place."""
+    name = arguments.stage or ""
+    if arguments.data is not None and (Path(name).suffix == ".json" or arguments.deepspeed_config):
+        remedy = f"--set data.path={arguments.data}"
+        raise UserError("a stage names its model and its data itself", key="DATA", remedy=remedy)
+    if arguments.data is None and (Path(name) / "config.json").is_file() and model_of_run(Path(name)) is None:
+        raise UserError(f"{name} is a model, and no data is given", key="DATA", remedy=f"ds-fp8 train {name} DATA")
+    for option, key in {} if arguments.data else KEYS.items():
+        if (value := getattr(arguments, option, None)) is not None:
+            problem = f"--{option} goes with MODEL DATA, and what is given is a stage"
+            raise UserError(problem, key=f"--{option}", remedy=f"--set {key}={value}" if key else "leave it out")
+
+
+def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tuple[Stage, Estimate | None]:
+    """Return the stage that trains a model on data, and its estimate, after saying what it does; writes nothing.
+
+    Raises:
+        UserError: for a model, data or options with which it cannot be trained here.
+    """
+    from ds_fp8.data.sources import recognise
+    from ds_fp8.train.stage import checked_stage
+    from ds_fp8.train.stored_model import check_trainable, stored_config, stored_model
+
+    raw = _defaults(arguments, ranks)
+    if any(change.startswith("train.steps=") for change in arguments.set):
+        del raw["train"]["epochs"]
+
+    def checked() -> Stage:
+        changed = copy.deepcopy(raw)
+        for change in arguments.set:
+            apply_override(changed, change)
+        return checked_stage(changed, Path(getattr(arguments, "write", None) or "stage.json"), ranks)
+
+    stage = checked()
+    source = stored_model(stage.model.path, None, stage.model.revision)
+    check_trainable(source, stored_config(source))
+    if not {"format", "text_key"} & stage.data.model_fields_set:
+        keys, words = recognise(stage.data.path, stage.data.messages_key)
+        console.print(f"{stage.data.path}: {words}", markup=False)
+        raw["data"] |= keys
+        stage = checked()
+    if arguments.epochs is None and stage.data.format == "chat" and "epochs" in raw["train"]:
+        raw["train"]["epochs"] = 3
+    tokenizer = _tokenizer(stage)
+    raw["data"] |= _split_and_length(stage, tokenizer, ranks)
+    if arguments.seq:
+        raw["data"]["sequence_length"] = arguments.seq
+    stage = checked()
+    data = read_data(stage, tokenizer, console)
+
+    length, rows = stage.data.sequence_length, len(data.train)
+    of_step = max(ranks, min(rows // STEPS, STEP_TOKENS // length))
+    micro, recompute, needs = _fit(stage.raw, ranks, max(1, min(MICRO_TOKENS // length, of_step // ranks)), console)
+    raw["model"]["activation_checkpointing"] = recompute
+    raw |= {MICRO_BATCH: micro, TRAIN_BATCH: max(1, of_step // (micro * ranks)) * micro * ranks}
+    large = "large" if needs and needs.workload.model.numel >= LARGE else "small"
+    raw["optimizer"]["params"]["lr"] = arguments.lr or RATES["adapters" if arguments.lora else large]
+    an_epoch = -(-rows // raw[TRAIN_BATCH])
+    raw["train"] |= {"eval_every": -(-an_epoch // 2), "save_every": an_epoch}
+    raw["train"]["eval_batches"] = min(20, -(-len(data.validation) // raw[TRAIN_BATCH]))
+    stage = checked()
+    _describe(stage.with_length(rows), console)
+    return stage, needs
+
+
+def _defaults(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    model = str(model_of_run(Path(arguments.stage)) or arguments.stage)
+    lora = {"lora": {"r": arguments.lora, "alpha": 2 * arguments.lora}} if arguments.lora else {}
+    name = f"{Path(os.path.abspath(arguments.stage)).name}-{Path(arguments.data).name.partition('.')[0]}"
+    adamw = {"lr": RATES["large"], "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
+    return {
+        TRAIN_BATCH: ranks,
+        MICRO_BATCH: 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "fp8": {"preset": "precise"},
+        "model": {"path": model, "activation_checkpointing": False},
+        "data": {"path": arguments.data, "tokenizer": model},
+        "train": {
+            "run_dir": arguments.out or f"runs/{name}{'-lora' if lora else ''}",
+            **lora,
+            "epochs": arguments.epochs or 1,
+            "schedule": {"type": "cosine", "warmup": 0.03, "min_ratio": 0.1},
+            "keep_last": 1,
+        },
+    }
+
+
+def look_for_network(*names: str) -> None:
+    """Take what the hub has from this machine alone where the hub does not answer: its clients try for minutes."""
+    remote = [name for name in names if not os.path.exists(os.path.expanduser(name))]
+    endpoint, answers = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=SECONDS)
+        except urllib.error.HTTPError:  # an answer, too
+            pass
+        except OSError:
+            return
+        answers.append(endpoint)
+
+    if remote and os.environ.get("HF_HUB_OFFLINE") != "1":
+        asking = threading.Thread(target=ask, daemon=True)  # to look up a host's name has no timeout
+        asking.start()
+        asking.join(SECONDS)
+        if not answers:
+            say(f"{endpoint} does not answer: {' and '.join(remote)} must be on this machine")
+            os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read at the first import
+
+
+# ---------------------------------------------------------------- data
+
+
+def _tokenizer(stage: Stage) -> PreTrainedTokenizerBase:
+    from ds_fp8.data import build_tokenizer, load_tokenizer
+
+    data = stage.data
+    needs_one = data.format == "chat" and data.chat_template is None
+    if needs_one and load_tokenizer(data.tokenizer, data.tokenizer_revision).chat_template is None:
+        raise UserError(
+            f"the data are chats, and the tokenizer of {data.tokenizer} has no chat template",
+            key="data.chat_template",
+            remedy="the chat model of this family; --set data.chat_template=chatml; or a file with a template",
+        )
+    return build_tokenizer(data)
+
+
+def _split_and_length(stage: Stage, tokenizer: PreTrainedTokenizerBase, ranks: int) -> dict[str, Any]:
+    """Return the share of held-out examples, and tokens of a row: no chat is longer, and steps are not too few."""
+    from ds_fp8.data import build_data
+    from ds_fp8.train.metrics import TokeniserProgress
+    from ds_fp8.train.model import load_model_config
+
+    most = getattr(load_model_config(stage, tokenizer), "max_position_embeddings", None) or 1 << 17
+    everything = stage.data.model_copy(update={"sequence_length": most, "overlong": "cut"})
+    parts = build_data(everything, tokenizer, TokeniserProgress()).report.values()
+    examples, tokens = (sum(part[name] for part in parts) for name in ("examples", "tokens"))
+    longest = max(part["longest"] for part in parts) if stage.data.format == "chat" else 1
+    wanted = min(LONGEST, 1 << int(tokens / STEPS / ranks).bit_length() - 1) if tokens > STEPS * ranks else 1
+    length = max(SHORTEST, wanted, 1 << (longest - 1).bit_length())
+    return {"validation_fraction": min(HELD_OUT, MOST_HELD_OUT / examples), "sequence_length": min(most, length)}
+
+
+def read_data(stage: Stage, tokenizer: PreTrainedTokenizerBase, console: Console) -> StageData:
+    """Return the data of a stage after saying what it is, with one example as it is trained on.
+
+    Raises UserError where chats are left out that no key of the stage leaves out.
+    """
+    from ds_fp8.data import IGNORED, build_data
+    from ds_fp8.data.stage import describe
+    from ds_fp8.train.model import load_model_config
+
+    positions = getattr(load_model_config(stage, tokenizer), "max_position_embeddings", None)
+    data = build_data(stage.data, tokenizer)
+    describe(data.report, lambda line: console.print(line, markup=False))
+    parts = data.report.values()
+    longest, over = max(part["longest"] for part in parts), sum(part["overlong"] for part in parts)
+    if over and stage.data.overlong is None and stage.data.format == "chat":
+        enough = 1 << (longest - 1).bit_length()
+        longer = f"--seq {enough}; " if enough <= (positions or enough) else ""
+        raise UserError(
+            f"{over:,} of {sum(part['examples'] for part in parts):,} chats are longer than a row of "
+            f"{stage.data.sequence_length:,} tokens (the longest {longest:,})",
+            key="data.sequence_length",
+            remedy=f"{longer}without them: --set data.overlong=drop; without their ends: --set data.overlong=cut",
+        )
+    row = data.train[0]
+    ends = (row["position_ids"] == 0).nonzero().flatten().tolist()[1:]  # of the row's first example
+    ids, labels = (row[name][: ends[0] if ends else None].tolist() for name in ("input_ids", "labels"))
+    coloured = console.is_terminal and not console.no_color
+    marked = "in green" if coloured else "between « and »"
+    console.print(f"an example, {len(ids):,} tokens, loss on {sum(n != IGNORED for n in labels):,} of them, {marked}:")
+    for learnt, run in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED):
+        text = clipped(tokenizer.decode([token for token, _ in run]), CLIPPED)
+        text = text if coloured or not learnt else f"«{text}»"
+        console.print(text, style="green" if learnt else "dim", markup=False, end="")
+    console.print()
+    return data
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tuple[int, bool | str, Estimate | None]:
+    """Return the rows of a micro-batch, whether layers are recomputed, and the estimate, None where there is none."""
+    import psutil
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_fp8.commands.estimate import verdict_of
+    from ds_fp8.memory.estimate import estimate, estimate_workload, largest_that_fits
+    from ds_fp8.memory.shapes import read_workload
+
+    device, name, memory = "cpu", "CPU", psutil.virtual_memory().total // ranks
+    if get_accelerator().device_name() == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        device, name, memory = "cuda", gpu.name, gpu.total_memory
+    recompute = raw["model"]["activation_checkpointing"]
+    try:
+        w = read_workload(raw, gpus=ranks, device=device)
+    except UserError as error:
+        console.print(f"{error.problem}: micro-batches of one row", markup=False)
+        return 1, recompute, None
+    for each in (w, replace(w, activation_checkpointing=recompute or True)):
+        rows = min(wanted, largest_that_fits(each, "micro_batch", memory))
+        found = estimate_workload(each.resized("micro_batch", rows or 1))
+        if rows:
+            console.print(verdict_of(raw, found, memory, name), markup=False)
+            return rows, each.activation_checkpointing, found
+    raw = {**raw, "model": {**raw["model"], "activation_checkpointing": recompute or True}}
+    problem, _, remedy = verdict_of(raw, found, memory, name).partition("; ")
+    adapted = estimate({**raw, "train": {**raw["train"], "lora": {"r": 16}}}, gpus=ranks, device=device).device_bytes
+    if adapted <= memory and "lora" not in raw["train"]:
+        remedy = f"fits with --lora 16 ({adapted / GIB:.1f} GiB); {remedy}"
+    raise UserError(f"{raw['model']['path']} {problem}, layers recomputed", key="MODEL", remedy=remedy)
+
+
+def check_run(stage: Stage, needs: Estimate | None) -> None:
+    """Refuse a run folder of another run, and a disk without room for the checkpoints and the model of the run."""
+    from ds_fp8.train.resume import inspect_run
+
+    try:
+        inspect_run(stage)
+    except UserError as error:
+        error.remedy = f"{error.remedy.partition(', or choose')[0]}, or train elsewhere: --out FOLDER"
+        raise
+    weights = needs.workload.model.parameters if needs else ()
+    # FP32 masters and moments of two checkpoints, one of them being written, and all weights in BF16.
+    needed = sum(2 * weight.numel + (24 * weight.numel if weight.trainable else 0) for weight in weights)
+    there = sum(file.stat().st_size for file in stage.run_dir.rglob("*") if file.is_file())
+    disk = next(folder for folder in (stage.run_dir, *stage.run_dir.absolute().parents) if folder.is_dir())
+    if needed - there > (free := shutil.disk_usage(disk).free):
+        raise UserError(
+            f"the run writes {needed / GIB:.2f} GiB into {stage.run_dir}, and its disk has {free / GIB:.2f} free",
+            key="--out",
+            remedy="make room, or --out FOLDER on another disk; adapters (--lora 16) write less",
+        )
+
+
+def _describe(stage: Stage, console: Console) -> None:
+    train, fp8 = stage.train, f"FP8, preset {stage.fp8.preset_name}" if stage.fp8.enabled else "BF16"
+    what = f"adapters of rank {train.lora.r} beside" if train.lora else "all weights of"
+    recomputed = ", layers recomputed" if stage.model.activation_checkpointing else ""
+    epochs = f" ({train.epochs:g} epochs)" if train.epochs else ""
+    rate = stage.configuration.optimizer_params["lr"]
+    for line in (
+        f"trains {what} {stage.model.path}: {fp8}, learning rate {rate:g}{recomputed}",
+        f"{train.steps:,} steps{epochs} of {stage.global_batch:,} rows x {stage.data.sequence_length:,} tokens: ranks "
+        f"{stage.world}, micro-batches a rank {stage.accumulation}, rows a micro-batch {stage.micro_batch}",
+        f"run folder: {stage.run_dir}",
+    ):
+        console.print(line, markup=False)

@@ -11,7 +11,7 @@ from ds_fp8.casts import QuantizedTensor, quantize
 from ds_fp8.casts.outliers import channel_energy, extend_input_reference, largest_channels
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.layers.decoder.rms_norm import rms_norm_backward_reference, rms_norm_cast
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward_reference, rms_norm_quantize
 from ds_fp8.layers.decoder.rotary import (
     HeadLayout,
     HeadNorms,
@@ -69,8 +69,8 @@ def test_rms_norm(tokens, hidden, residual):
     exact = F.rms_norm(h.float(), (hidden,), weight.float(), 1e-6)
     assert error(rstd, torch.rsqrt(h.float().square().mean(-1) + 1e-6)) < FP32_ERROR
     assert_cast(cast, exact)
-    on_cpu = rms_norm_cast(h.cpu(), weight.cpu(), 1e-6, recipe())
-    assert error(on_cpu.cast.dequantize(), quantize(exact.cpu()).dequantize()) < 1e-2
+    on_cpu = rms_norm_quantize(h.cpu(), weight.cpu(), 1e-6, recipe())
+    assert error(on_cpu.quantized.dequantize(), quantize(exact.cpu()).dequantize()) < 1e-2
 
     dn, dresidual = random(tokens, hidden), random(tokens, hidden) if residual else None
     leaf, w = h.float().requires_grad_(), weight.float().requires_grad_()

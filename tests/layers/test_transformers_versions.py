@@ -35,5 +35,5 @@ def test_the_version_is_checked_when_layers_are_imported(monkeypatch):
 def test_a_changed_function_is_named(monkeypatch):
     path = next(path for path in versions.DIGESTS if path.endswith("ForCausalLMLoss"))
     monkeypatch.setitem(versions.DIGESTS, path, ("another",))
-    with pytest.warns(UserWarning, match=r"looked at: ForCausalLMLoss\. Compare"):
+    with pytest.warns(UserWarning, match=r"tested versions: ForCausalLMLoss\. Compare"):
         versions.warn_of_changes.__wrapped__(transformers.__version__)

@@ -51,22 +51,14 @@ def rms_norm_backward(
     rstd: torch.Tensor,
     dresidual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of hidden [T, H], with `dresidual` of the residual stream added, and of weight [H]."""
+    """Return the gradients of hidden [T, H], with `dresidual` of the residual stream added, and of weight [H].
+
+    dh = rstd · (g - ĥ · mean_k(g · ĥ)) + dresidual, g = dn · weight, ĥ = h · rstd; dweight = sum_t dn · ĥ.
+    """
     if dn.device.type == "cuda":
         from ds_fp8.layers.decoder.rms_norm_triton import normalise_backward
 
         return normalise_backward(dn, hidden, weight, rstd, dresidual)
-    return rms_norm_backward_reference(dn, hidden, weight, rstd, dresidual)
-
-
-def rms_norm_backward_reference(
-    dn: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    rstd: torch.Tensor,
-    dresidual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dh = rstd · (g - ĥ · mean_k(g · ĥ)) + dresidual, g = dn · weight, ĥ = h · rstd; dweight = sum_t dn · ĥ."""
     scaled = hidden.float() * rstd[:, None]
     gradient = dn.float() * weight.float()
     dhidden = rstd[:, None] * (gradient - scaled * (gradient * scaled).mean(-1, keepdim=True))

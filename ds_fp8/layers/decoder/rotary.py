@@ -56,27 +56,14 @@ class HeadTransform(NamedTuple):
 
 
 def rotate(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-    """Add the bias, norm and rotate the heads of qkv [B·S, N]: in place without norms, else into a new matrix."""
+    """Add the bias, norm and rotate the heads of qkv [B·S, N] in FP32, rounded once to its dtype.
+
+    On a GPU without norms in place, else into a new matrix.
+    """
     if qkv.device.type == "cuda":
         from ds_fp8.layers.decoder.rotary_triton import rotate_heads
 
-        return rotate_heads(qkv, *transform)
-    return rotate_reference(qkv, transform)
-
-
-def rotate_backward(
-    gradients: tuple[torch.Tensor, ...], transform: HeadTransform, qkv: torch.Tensor | None = None
-) -> Gradients:
-    """Return the gradients of `rotate` from those of q, k and v [B, heads, S, D]; norms need its input `qkv`."""
-    if gradients[0].device.type == "cuda":
-        from ds_fp8.layers.decoder.rotary_triton import rotate_heads_backward
-
-        return rotate_heads_backward(gradients, qkv, *transform)
-    return rotate_backward_reference(gradients, transform, qkv)
-
-
-def rotate_reference(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-    """Compute `rotate` in FP32, rounded once to qkv's dtype, into a new matrix."""
+        return rotate_heads(qkv, transform)
     cos, sin, layout, bias, norms = transform
     x = qkv.float() if bias is None else qkv.float() + bias.float()
     length = cos.shape[1]
@@ -88,17 +75,21 @@ def rotate_reference(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tenso
     return torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in parts], -1).to(qkv.dtype)
 
 
-def rotate_backward_reference(
+def rotate_backward(
     gradients: tuple[torch.Tensor, ...], transform: HeadTransform, qkv: torch.Tensor | None = None
 ) -> Gradients:
-    """Compute `rotate_backward` by autograd through `rotate_reference`."""
+    """Return the gradients of `rotate` from those of q, k and v [B, heads, S, D]; norms need its input `qkv`."""
+    if gradients[0].device.type == "cuda":
+        from ds_fp8.layers.decoder.rotary_triton import rotate_heads_backward
+
+        return rotate_heads_backward(gradients, transform, qkv)
     grad, norms = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in gradients], -1), transform.norms
     with torch.enable_grad():
         # without norms the rotation is linear: any qkv gives its gradient
         leaf = (torch.zeros_like(grad) if qkv is None else qkv.detach()).float().requires_grad_()
         if norms is not None:
             norms = HeadNorms(*(w.detach().float().requires_grad_() for w in norms[:2]), norms.eps)
-        result = rotate_reference(leaf, transform._replace(norms=norms))
+        result = rotate(leaf, transform._replace(norms=norms))
         inputs = [leaf] if norms is None else [leaf, norms.q, norms.k]
     dqkv, *dnorms = torch.autograd.grad(result, inputs, grad.float())
     dq_norm, dk_norm = dnorms or (None, None)

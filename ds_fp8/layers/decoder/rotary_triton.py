@@ -6,6 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+# rotary.HeadTransform: (cos, sin, layout, bias, norms)
+Norms = tuple[torch.Tensor, torch.Tensor, float]
+Transform = tuple[torch.Tensor, torch.Tensor, tuple[int, int, int], torch.Tensor | None, Norms | None]
+
 ROWS = 32  # tokens of a program, one head of each
 
 
@@ -62,16 +66,10 @@ def _rotate_tiles(
     tl.store(result + at + half, y2.to(result.dtype.element_ty), mask=inside)
 
 
-def rotate_heads(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: tuple[int, int, int],
-    bias: torch.Tensor | None,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-) -> torch.Tensor:
+def rotate_heads(qkv: torch.Tensor, transform: Transform) -> torch.Tensor:
     """Compute rotary.rotate on the GPU; qkv is contiguous."""
     T, width = qkv.shape
+    cos, sin, layout, bias, norms = transform
     # backward of head norms reads qkv
     result = qkv if norms is None else torch.empty_like(qkv)
     if qkv.numel():
@@ -141,15 +139,10 @@ def _rotate_tiles_backward(
 
 
 def rotate_heads_backward(
-    gradients: tuple[torch.Tensor, ...],
-    qkv: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: tuple[int, int, int],
-    bias: torch.Tensor | None,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    gradients: tuple[torch.Tensor, ...], transform: Transform, qkv: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Compute rotary.rotate_backward on the GPU."""
+    cos, sin, layout, bias, norms = transform
     # attention returns [B, heads, S, D] transposed or not: the kernel takes any strides, 1 within a head
     gradients = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in gradients)
     batch, _, length, _ = gradients[0].shape

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import first_line
 from ds_fp8.layers.attention.format import window_of
-from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate_reference
+from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate
 from ds_fp8.layers.linear.adapters import is_lora, why_not_plain
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate, gating_of
 from ds_fp8.layers.linear.linear import FP8Linear, base_of
@@ -272,7 +272,7 @@ def _layer_reference(
     qkv = torch.cat([getattr(attention, name)(n) for name in ("q_proj", "k_proj", "v_proj")], -1)
     if hasattr(attention, "q_norm"):
         norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, norm_eps(attention.q_norm))
-    q, k, v = layout.split(rotate_reference(qkv, HeadTransform(*rotation, layout, None, norms)), batch, length)
+    q, k, v = layout.split(rotate(qkv, HeadTransform(*rotation, layout, None, norms)), batch, length)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True)
     hidden = x + attention.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
     normed = _norm(hidden, layer.post_attention_layernorm)

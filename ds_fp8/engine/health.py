@@ -19,7 +19,7 @@ from ds_fp8.config.plans import StepPlan
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.routing import mixtures
-from ds_fp8.layers.head.cross_entropy import IGNORED, take_outside
+from ds_fp8.layers.head.cross_entropy import IGNORED, pop_label_errors
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import look_again, sites_of
 from ds_fp8.layers.selection import is_excluded
@@ -43,8 +43,8 @@ class HealthReport:
 
 
 def check_labels(group: object = None) -> None:
-    """Raise UserError on all ranks of a group if one has had labels outside the vocabulary. Collective."""
-    reason = reason_of_any(take_outside(), group)
+    """Raise UserError on all ranks of a group where one has seen labels outside the vocabulary. Collective."""
+    reason = reason_of_any(pop_label_errors(), group)
     if reason is not None:
         raise UserError(
             f"{reason} (the loss is NaN)",

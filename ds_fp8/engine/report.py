@@ -30,7 +30,7 @@ from ds_fp8.layers.attention.format import AttentionFormat
 from ds_fp8.layers.experts.selection import expert_weights, names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.published import IN_3D, published, why_not_in_fp8
-from ds_fp8.layers.selection import ROUTERS, of_listed_expert
+from ds_fp8.layers.selection import ROUTERS, in_expert_list
 from ds_fp8.optim.moments import moment_bytes
 from ds_fp8.zero.deepspeed.parameters import full_shape, is_partitioned, untrained_parameters
 from ds_fp8.zero.hosts import why_flat
@@ -170,7 +170,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         **covered,
         "left_in_bf16": left,
         "experts_multiplied_in_fp8": len(experts.multiplied),
-        "experts_decoded": experts.decoded,
+        "experts_decoded": experts.dequantized,
         "experts_with_adapters": len(experts.adapted),
         "fused_layers": len(fusion.layers),
         "fused_attention_halves": len(fusion.attention_halves),
@@ -239,7 +239,7 @@ def _notes(
             yield f'fp8.linear.overrides "{pattern}" has no effect: other patterns, or the reasons above, apply first'
     yield from _in_folders(engine.module)
     recipes = [state.conversion.recipe, *(override.recipe for override in state.conversion.overrides.values())]
-    listed = [name for name in state.conversion.converted if of_listed_expert(name)]
+    listed = [name for name in state.conversion.converted if in_expert_list(name)]
     if listed and any(recipe is not None and recipe.outlier_channels for recipe in recipes):
         yield f"experts in a list, not all of which every rank calls, have no outlier channels: {listed[0]} and others"
     masters = None if group is None else group.coded

@@ -1,8 +1,6 @@
-"""Convert a Hugging Face model in place: linears become FP8Linear, experts FP8Experts, and decoder layers are fused.
+"""Conversion of a Hugging Face model in place: FP8Linear, FP8Experts, FP8 attention, fused decoder layers; and back.
 
-Which layers, selection.py decides; which decoder layers, decoder.py. One layer goes back by `restore`.
-
-Find the products of a converted model that DeepGEMM computes, so that their kernels are compiled beforehand.
+selection.py, experts/selection.py and decoder/structure.py decide which layers.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from ds_fp8.layers.attention.format import (
     use_fp8_attention,
 )
 from ds_fp8.layers.decoder.attention import use_fastest_kernels, use_own_kernels
-from ds_fp8.layers.decoder.decoder import FusedAttentionHalf, FusedDecoderLayer, FusedMLP, Fusion, fuse_decoder, unfuse
+from ds_fp8.layers.decoder.decoder import Fused, FusedAttentionHalf, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.experts.experts import ExpertsConversion, FP8Experts, convert_experts, restore_experts
-from ds_fp8.layers.experts.routing import count_without_waiting
+from ds_fp8.layers.experts.routing import count_without_sync
 from ds_fp8.layers.experts.selection import backend_of_experts, experts_left, multiplies_experts, names_of_experts
 from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.linear.linear import LAYERS, FP8Linear
@@ -34,9 +32,9 @@ from ds_fp8.layers.selection import (
     OVERRIDDEN,
     Filter,
     first_matches,
+    in_expert_list,
     linear_layers,
     matches,
-    of_listed_expert,
     unconverted,
 )
 
@@ -55,31 +53,24 @@ class LayersPlan:
 
 @dataclass(frozen=True)
 class Override:
-    """The recipe that one pattern of fp8.linear.overrides gives, and the layers it applies to."""
+    """The effect of one pattern of fp8.linear.overrides."""
 
-    recipe: LinearRecipe | None
-    """None: BF16."""
-    linears: list[str] = field(default_factory=list)
-    """Names of the layers that it gave FP8 with its casts, or kept in BF16."""
+    recipe: LinearRecipe | None  # None: BF16
+    linears: list[str] = field(default_factory=list)  # names of the layers that use this override
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of `convert`: names of the linears that became FP8, and of those that did not with the reason."""
+    """Result of `convert`: names of the linears in FP8, and of the others with the reason (`left`)."""
 
-    recipe: LinearRecipe
-    """Recipe of the layers that no override matches."""
-    converted: list[str] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
-    unmatched: list[str] = field(default_factory=list)
-    """Skip patterns of the user's that name no linear."""
-    overrides: dict[str, Override] = field(default_factory=dict)
-    """By pattern, in the order they are tried."""
-    fusion: Fusion = field(default_factory=Fusion)
-    attention: AttentionFormat | None = None
-    """None: attention is not in FP8."""
-    experts: ExpertsConversion = field(default_factory=ExpertsConversion)
-    """3-D parameters that ZeRO-3 can gather in FP8."""
+    recipe: LinearRecipe  # of layers without an override
+    converted: list[str]
+    left: dict[str, str]
+    unmatched: list[str]  # the user's skip patterns that match no linear
+    overrides: dict[str, Override]  # by pattern, the first match counts
+    experts: ExpertsConversion
+    attention: AttentionFormat | None  # None: BF16
+    fusion: Fusion
 
     @property
     def leaf_classes(self) -> set[type]:
@@ -87,84 +78,87 @@ class Conversion:
 
 
 def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) -> Conversion:
-    """Let the linear layers of a model compute in FP8, in place, and fuse its decoder layers where they can be.
+    """Convert a model to FP8 in place: its linears, experts, attention, and fused decoder layers.
 
-    As ds_fp8.convert does (engine/initialize.py).
+    As ds_fp8.convert (engine/initialize.py), by a plan. An earlier conversion is undone first.
+
+    Raises:
+        UserError: An override matches no layer, no layer can run in FP8, or an MLP cannot be tiled.
     """
     recipe, group = plan.recipe, plan.group
     layers, experts = linear_layers(model), names_of_experts(model)
     named = [*layers, *experts]
     # Before anything changes: a model that is refused stays what an earlier conversion made of it.
     _check_patterns(plan.overrides, named)
-    _unfuse(model)
-    use_own_kernels(model)
-    for module in list(model.modules()):
-        if isinstance(module, FP8Experts):
-            restore_experts(module)
-    restore_attention(model)
     overrides = {pattern: Override(own) for pattern, own in plan.overrides.items()}
-    override_of = {name: overrides[p] for name, p in first_matches(layers, overrides).items()}
-    result = Conversion(recipe, left=unconverted(model, group, filter), overrides=overrides)
-    for name, layer in layers.items():
-        if name not in result.left:
-            own = override_of[name].recipe if name in override_of else recipe
-            if of_listed_expert(name):
-                # All ranks look for outlier channels together, and not all of them may call this layer.
-                own = replace(own, outlier_channels=0)
-            LAYERS.get(type(own), FP8Linear).swap_in(layer, name, own, model)
-            result.converted.append(name)
-        elif isinstance(layer, FP8Linear):
-            restore(layer)
-    of_experts = {name: overrides[pattern] for name, pattern in first_matches(experts, overrides).items()}
-    multiply = multiplies_experts(plan.expert_products, recipe.backend)
+    override_of = {name: overrides[pattern] for name, pattern in first_matches(named, overrides).items()}
+
+    def recipe_of(name: str) -> LinearRecipe:
+        return override_of[name].recipe if name in override_of else recipe
 
     def recipe_of_experts(name: str) -> LinearRecipe:
-        own = of_experts[name].recipe if name in of_experts else recipe
+        own = recipe_of(name)
         return replace(own, backend=backend_of_experts(plan.expert_products, own.backend))
 
-    converted = convert_experts(model, experts_left(model, group), recipe_of_experts, multiply)
-    result = replace(result, experts=converted)
+    restore(model)
+    restore_attention(model)
+    left = unconverted(model, group, filter)
+    converted = [name for name in layers if name not in left]
+    for name in converted:
+        own = recipe_of(name)
+        if in_expert_list(name):
+            # outlier channels are chosen by all ranks together, and not every rank calls this layer
+            own = replace(own, outlier_channels=0)
+        LAYERS.get(type(own), FP8Linear).swap_in(layers[name], name, own, model)
+    multiply = multiplies_experts(plan.expert_products, recipe.backend)
+    converted_experts = convert_experts(model, experts_left(model, group), recipe_of_experts, multiply)
     if experts:
-        count_without_waiting(model)
-    left = result.left | converted.left
-    for name, override in (override_of | of_experts).items():
-        if left.get(name, OVERRIDDEN).startswith(OVERRIDDEN):
+        count_without_sync(model)
+    reasons = left | converted_experts.left
+    for name, override in override_of.items():
+        if reasons.get(name, OVERRIDDEN).startswith(OVERRIDDEN):
             override.linears.append(name)
-    # Only the user's own patterns: the default names layers that many models do not have.
-    if group.skip_is_given:
-        result.unmatched.extend(p for p in group.skip if not any(matches(name, p) for name in named))
-    chosen = any(reason.startswith(OVERRIDDEN) for reason in result.left.values())
-    if not (result.converted or converted.converted or chosen):
-        first = {reason: name for name, reason in reversed(result.left.items())}
-        reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
-        raise UserError(
-            "the model has no linear layer that can run in FP8" + (f" ({reasons})" if reasons else ""),
-            key="fp8.linear.skip" if "fp8.linear.skip" in reasons else "fp8.enabled",
-            remedy=('name fewer layers in "skip", or ' if "fp8.linear.skip" in reasons else "")
-            + 'set "fp8": {"enabled": false}',
-        )
+    if not (converted or converted_experts.converted or any(why.startswith(OVERRIDDEN) for why in left.values())):
+        raise _nothing_converted(left)
+    attention, fusion = None, Fusion()
     if plan.attention != "bf16":
-        result = replace(result, attention=use_fp8_attention(model, plan.attention == "auto"))
-    # Last: fused layers read the recipes of their linears, and the attention implementation of their configuration.
+        attention = use_fp8_attention(model, plan.attention == "auto")
+    # last: fused layers read the recipes of their linears, and the attention implementation
     if plan.fuses:
         use_fastest_kernels(model)
-        result = replace(result, fusion=fuse_decoder(model))
+        fusion = fuse_decoder(model)
     if recipe.mlp_tile_tokens is not None:
-        _check_tiles(model, result.fusion)
-    return result
+        _check_tiles(model, fusion)
+    # not the default patterns, whose layers many models do not have
+    skips = group.skip if group.skip_is_given else ()
+    unmatched = [pattern for pattern in skips if not any(matches(name, pattern) for name in named)]
+    return Conversion(recipe, converted, left, unmatched, overrides, converted_experts, attention, fusion)
+
+
+def _nothing_converted(left: dict[str, str]) -> UserError:
+    first = {reason: name for name, reason in reversed(left.items())}
+    reasons = "; ".join(f"{name}: {reason}" for reason, name in reversed(first.items()))
+    skipped = "fp8.linear.skip" in reasons
+    return UserError(
+        "the model has no linear layer that can run in FP8" + (f" ({reasons})" if reasons else ""),
+        key="fp8.linear.skip" if skipped else "fp8.enabled",
+        remedy=('name fewer layers in "skip", or ' if skipped else "") + 'set "fp8": {"enabled": false}',
+    )
 
 
 def _check_tiles(model: nn.Module, fusion: Fusion) -> None:
-    """Raise UserError for a decoder layer whose MLP is not computed in tiles, though the configuration says so."""
+    """Raise UserError for a decoder layer whose MLP is not tiled."""
     layers = [name for name, layer in model.named_modules() if hasattr(layer, "self_attn") and hasattr(layer, "mlp")]
     mlps = {name: f"{name}.mlp" for name in layers}
-    whole = next((name for name in layers if name not in fusion.layers and mlps[name] not in fusion.mlps), None)
-    if whole is None and layers:
+    untiled = next((name for name in layers if name not in fusion.layers and mlps[name] not in fusion.mlps), None)
+    if untiled is None and layers:
         return
-    reasons = [fusion.left[name] for name in (whole, mlps.get(whole)) if name in fusion.left]
+    reasons = [fusion.left[name] for name in (untiled, mlps.get(untiled)) if name in fusion.left]
     why = reasons[-1] if reasons else 'its MLP is not fused (with fp8.fuse "off", or kept in BF16)'
     raise UserError(
-        f"the MLP of {whole} cannot be computed in tiles: {why}" if layers else "the model has no layer that is fused",
+        f"the MLP of {untiled} cannot be computed in tiles: {why}"
+        if layers
+        else "the model has no layer that is fused",
         key="fp8.activations.mlp_tile_tokens",
         remedy='remove "mlp_tile_tokens", or change what the message names',
     )
@@ -181,31 +175,31 @@ def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
 
 
 def _patterns(names: Iterable[str]) -> set[str]:
-    """Return "*.q_proj", "model.layers.0.*" and the like: the patterns that most users mean."""
+    """Return the usual patterns of these names: "*.q_proj", "model.layers.0.*" and the like."""
     parts = [name.split(".") for name in names]
     inside = {".".join([*each[:end], "*"]) for each in parts for end in range(1, len(each))}
     return inside | {f"*.{each[-1]}" for each in parts}
 
 
-def layer_of(model: nn.Module, site: str) -> str:
-    """Return the name of the layer that computes at a site: a fused decoder layer or MLP, or the module itself."""
+def layer_of(model: nn.Module, product: str) -> str:
+    """Return the name of the fused layer or MLP, or else the module, that computes a product (LinearRecipe.site)."""
     for name, module in model.named_modules():
         part = "self_attn." if isinstance(module, FusedAttentionHalf) else ""
-        if isinstance(module, (FusedDecoderLayer, FusedMLP)) and site.startswith(f"{name}.{part}"):
+        if isinstance(module, Fused) and product.startswith(f"{name}.{part}"):
             return name
-    return site
+    return product
 
 
 def stop_casting(model: nn.Module) -> None:
-    """Let a converted model compute in its own precision again: linears, decoder layers, attention and head."""
+    """Undo the conversion of a model; the loss stays fused, with products in BF16."""
     restore(model)
     restore_attention(model)
-    # The head's products go back to BF16, and the loss stays fused.
     if withholds_logits(model):
         fuse_loss(model)
 
 
 def casts(model: nn.Module) -> bool:
+    """Return whether any part of a model computes in FP8."""
     return any(
         isinstance(module, (FP8Linear, FP8Experts))
         or (isinstance(module, FusedHead) and module.recipe is not None)
@@ -215,8 +209,10 @@ def casts(model: nn.Module) -> bool:
 
 
 def restore(layer: nn.Module) -> list[nn.Parameter]:
-    """Let a layer compute in its own precision again, by its own class; returns the weights that were FP8's."""
-    _unfuse(layer)
+    """Undo the conversion of a module's linears and experts, and its fusion; return the weights that were in FP8."""
+    for module in list(layer.modules()):
+        if isinstance(module, Fused):
+            unfuse(module)
     use_own_kernels(layer)
     linears = [module for module in layer.modules() if isinstance(module, FP8Linear)]
     for linear in linears:
@@ -225,9 +221,3 @@ def restore(layer: nn.Module) -> list[nn.Parameter]:
             linear.__dict__.pop(name, None)
     experts = [module for module in layer.modules() if isinstance(module, FP8Experts)]
     return [linear.weight for linear in linears] + [weight for module in experts for weight in restore_experts(module)]
-
-
-def _unfuse(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        if isinstance(module, (FusedDecoderLayer, FusedMLP)):
-            unfuse(module)

@@ -1,6 +1,6 @@
-"""Names and shapes by which transformers' folders hold a model: those of its first release, which servers read.
+"""Names and shapes of a model's tensors in a folder: those of its first release, which inference servers read.
 
-transformers renames, stacks and fuses what it loads, and knows how to take it apart again: all of it comes from there.
+transformers renames, stacks and fuses tensors when it loads a model; its own conversions are reverted here.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from ds_fp8.layers.experts.selection import shape_of
 from ds_fp8.layers.selection import linear_layers
 
 Tensors = dict[str, torch.Tensor]
-IN_PARTS = "folders hold it in parts, or in another order, and those are in BF16"
-IN_3D = "folders hold them in one 3-D tensor, and no FP8 layout has that"
+IN_PARTS = "folders hold it in parts or in another order, in BF16"
+IN_3D = "folders hold them in one 3-D tensor, which no FP8 layout has"
 
 
 class Published(NamedTuple):
-    """Parameters or buffers of a model, and what a folder holds in their place."""
+    """One or several parameters or buffers of a model, and their form in a folder."""
 
-    shapes: dict[str, tuple[int, ...]]
-    """In the model, by name; several where the folder joins them."""
-    dtype: torch.dtype
-    """In the folder: a buffer's own, as servers keep some in FP32; BF16."""
-    stored: tuple[str, ...]
-    """Names in the folder."""
+    shapes: dict[str, tuple[int, ...]]  # by name in the model; several if the folder joins them
+    dtype: torch.dtype  # in the folder: BF16, or of a buffer its own
+    stored: tuple[str, ...]  # names in the folder
+    # converts the model's tensors by name to the folder's; None: the same tensor
     parts: Callable[[Tensors], Tensors] | None
-    """Makes the folder's tensors of the model's, both by name; None: the one tensor, as it is."""
-    matrices: bool
-    """Whether the folder holds matrices."""
+    matrices: bool  # whether the folder's tensors are matrices
 
 
 def stored_buffers(model: nn.Module) -> Tensors:
-    """Return the buffers that are saved; others are computed from the configuration."""
+    """Return the buffers in the state dict; the others follow from the configuration."""
     stored = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def published(model: nn.Module) -> list[Published]:
-    """Return what a folder holds, in the order of the model's parameters and stored buffers, tied ones once."""
+    """Return the form of all parameters and stored buffers in a folder, in the model's order, tied ones once.
+
+    Raises:
+        UserError: transformers' conversions of the model cannot be reverted.
+    """
     buffers = stored_buffers(model)
     shapes = {name: tuple(shape_of(own)) for name, own in (*model.named_parameters(), *buffers.items())}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     if (known := getattr(model, "_weight_conversions", None)) is not None:
-        # Born under zero.Init a model has all conversions that transformers knows, used by its folder or not.
+        # a model created under zero.Init lists conversions that its folder did not use
         model._weight_conversions = [own for own in known if getattr(own, "_was_used", True)]
-    # All at once: which names some renamings match depends on other names.
-    whole = _reverted(model, tensors)
-    renamed = {id(tensor): name for name, tensor in whole.items()}
+    # all at once: some renamings depend on the other names
+    in_folder = _reverted(model, tensors)
+    renamed = {id(tensor): name for name, tensor in in_folder.items()}
     groups: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
-        # Joined with others where the first tensor that each becomes alone has the same name.
+        # tensors are joined if their own conversions begin with the same name
         stored = renamed.get(id(tensor)) or next(iter(_reverted(model, {name: tensor})))
         groups.setdefault(stored, []).append(name)
     result = []
@@ -65,7 +65,7 @@ def published(model: nn.Module) -> list[Published]:
         made, parts = {stored: tensors[names[0]]}, None
         if id(tensors[names[0]]) not in renamed:
             made, parts = _reverted(model, {name: tensors[name] for name in names}), lambda own: _reverted(model, own)
-        if any(name not in whole or whole[name].shape != part.shape for name, part in made.items()):
+        if any(name not in in_folder or in_folder[name].shape != part.shape for name, part in made.items()):
             raise _unknown(names[0], f"{stored} has more parts")
         dtype = buffers[names[0]].dtype if names[0] in buffers else torch.bfloat16
         matrices = all(part.dim() == 2 for part in made.values())
@@ -74,18 +74,19 @@ def published(model: nn.Module) -> list[Published]:
 
 
 def why_not_in_fp8(model: nn.Module, forms: Iterable[Published]) -> str | None:
-    """Return why no folder in FP8 holds a model, where folders join linear layers of it."""
+    """Return why a model cannot be stored in FP8 (folders join linear layers of it), or None."""
     linears = {f"{name}.weight" for name in linear_layers(model)}
     form = next((form for form in forms if len(form.shapes) > 1 and not linears.isdisjoint(form.shapes)), None)
-    how = "joined with others, which transformers reads in BF16 only"
-    return None if form is None else f"folders hold {next(iter(form.shapes))} as {form.stored[0]}, {how}"
+    if form is None:
+        return None
+    return f"folders join {next(iter(form.shapes))} with others to {form.stored[0]}, in BF16 only"
 
 
 def _reverted(model: nn.Module, tensors: Tensors) -> Tensors:
     if not isinstance(model, PreTrainedModel):
         return tensors
     get = model.get_parameter
-    # Some are transposed where their shape is another than the parameter's: under ZeRO-3 that has none by itself.
+    # some conversions compare with the parameter's shape, which ZeRO-3 shards
     model.get_parameter = lambda name: SimpleNamespace(shape=shape_of(get(name)))
     try:
         return revert_weight_conversion(model, tensors)
@@ -96,4 +97,4 @@ def _reverted(model: nn.Module, tensors: Tensors) -> Tensors:
 
 
 def _unknown(name: str, why: str) -> UserError:
-    return UserError(f"how folders hold {name} is not known here: {why}", remedy="model.save_pretrained may know it")
+    return UserError(f"the form of {name} in a folder is unknown: {why}", remedy="try model.save_pretrained")

@@ -1,14 +1,14 @@
-"""Choose the linear layers that run in FP8, and give the reason for each that does not.
+"""Selection of the linear layers that run in FP8, with the reason for each that does not.
 
-A layer runs in FP8 when all of this holds:
+A layer runs in FP8 if all of this holds:
 
-    nobody excluded it                          fp8.linear.skip and overrides, or the `filter` of ds_fp8.convert
-    calling it computes x · wᵀ + bias           nn.Linear, and subclasses that are shown to compute the same
-    its own weight, used nowhere else           not tied, not parametrized, floating point
-    it is no adapter                            lora_A, lora_B, and whatever else PEFT adds
-    it is no router                             a rounding error there sends tokens to other experts
-    it is no state-space projection             mixers read its weight without calling it
-    neither side is narrow                      the casts would cost more than the product
+    it is not excluded                          by fp8.linear.skip, overrides, or the `filter` of ds_fp8.convert
+    calling it computes x · wᵀ + bias           nn.Linear, and subclasses that pass a trial
+    its weight is its own                       not tied, not parametrized, floating point
+    it is not an adapter                        lora_A, lora_B, and other layers of PEFT
+    it is not a router                          rounding errors would send tokens to other experts
+    it is not a state-space projection          mixers read its weight without calling it
+    neither side is narrow                      quantizing would cost more than the product saves
 """
 
 from __future__ import annotations
@@ -31,29 +31,26 @@ from ds_fp8.config.plans import GroupPlan
 from ds_fp8.layers.head.loss import FusedHead
 from ds_fp8.layers.linear.linear import FP8Linear
 
-Filter = Callable[[str, nn.Linear], bool]
-"""(dotted name, layer) -> whether it may run in FP8."""
+Filter = Callable[[str, nn.Linear], bool]  # (dotted name, layer) -> whether it may run in FP8
 
-EXCLUDED = "fp8_excluded"
-"""Attribute of a layer that a filter excluded: a later conversion without a filter, as in `initialize`, keeps to it."""
+EXCLUDED = "fp8_excluded"  # attribute set by a filter, for later conversions without it (`initialize`)
 
-OVERRIDDEN = "named by fp8.linear.overrides"
-"""Beginning of the reason of a layer that an override keeps in BF16."""
+OVERRIDDEN = "named by fp8.linear.overrides"  # prefix of the reason
 
 ROUTERS = {"gate", "router", "shared_expert_gate"}
 STATE_SPACE = {"x_proj", "dt_proj"}
+# children of PEFT's modules that are not adapters
 WRAPPED_BY_PEFT = {"base_layer", "base_model", "model", "original_module"}
-"""Children of PEFT's modules that are the user's own model; all others are adapters."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether `pattern` means the module of this dotted name: the name, one or more of its parts, or a glob."""
+    """Return whether a pattern (a dotted name, consecutive parts of it, or a glob) matches a dotted name."""
     without_peft = name.removeprefix("base_model.model.").replace(".base_layer", "")
     return f".{pattern}." in f".{name}." or any(fnmatchcase(known, pattern) for known in {name, without_peft})
 
 
 def first_matches(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
-    """Return the first of `patterns` that means each layer, by the layer's name; layers that none means are absent."""
+    """Return the first matching pattern by name, for the names that have one."""
     patterns = list(patterns)
     found = {name: next((p for p in patterns if matches(name, p)), None) for name in names}
     return {name: pattern for name, pattern in found.items() if pattern is not None}
@@ -64,19 +61,20 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
 
 
-def of_listed_expert(name: str) -> bool:
-    """Return whether a linear of this name is part of one expert of a list, "mlp.experts.3.up_proj" for example.
+def in_expert_list(name: str) -> bool:
+    """Return whether a linear belongs to one expert of a ModuleList, such as "mlp.experts.3.up_proj".
 
-    Such a linear is called only where tokens go to its expert: not on every rank, nor in the same order.
+    Only ranks with tokens for its expert call it, and in no common order.
     """
     parts = name.split(".")
     return any(own == "experts" and any(map(str.isdigit, child)) for own, child in pairwise(parts))
 
 
 def unconverted(model: nn.Module, plan: GroupPlan, filter: Filter | None = None) -> dict[str, str]:
-    """Return by name why linear layers of a model, converted or not, stay in BF16; all others can run in FP8.
+    """Return the linear layers of a model, converted or not, that stay in BF16, by name with the reason.
 
-    "lm_head" in `skip` also means a head of another name. filter is called with all that `skip` and `overrides` leave.
+    "lm_head" in `skip` also matches a head of another name. filter is called for layers that neither `skip` nor
+    `overrides` keep in BF16.
     """
     layers, parents = linear_layers(model), dict(model.named_modules())
     by_user, narrow = named_by_user(layers, plan, _head(model)), _narrowest(layers)
@@ -100,7 +98,7 @@ def unconverted(model: nn.Module, plan: GroupPlan, filter: Filter | None = None)
 
 
 def named_by_user(names: Iterable[str], plan: GroupPlan, head: str | None = None) -> dict[str, str]:
-    """Return why `skip` or `overrides` keep parameters in BF16, by name; "lm_head" in `skip` also means `head`."""
+    """Return the names that `skip` or `overrides` keep in BF16, with the reason; "lm_head" also matches `head`."""
     overrides, reasons = first_matches(names, plan.overrides), {}
     for name in names:
         skips = (p for p in plan.skip if matches(name, p) or (name == head and p == "lm_head"))
@@ -113,7 +111,6 @@ def named_by_user(names: Iterable[str], plan: GroupPlan, head: str | None = None
 
 def _filtered(name: str, layer: nn.Module, filter: Filter | None) -> str | None:
     if filter is not None:
-        # Noted on the layer: `initialize` converts again later, and has no filter.
         setattr(layer, EXCLUDED, not filter(name, layer))
     return "excluded by the filter" if is_excluded(layer) else None
 
@@ -145,7 +142,7 @@ def _special(name: str, layer: nn.Linear, parent: nn.Module, modules: dict[str, 
     own_name = name.rpartition(".")[2]
     if any(part.startswith("lora_") for part in name.split(".")) or _added_by_peft(name, modules):
         return "an adapter"
-    # "gate" is a router's name in some models; a gate_proj by that name would widen.
+    # a router "gate" narrows, a gate projection of that name widens
     if ROUTERS & set(name.split(".")[-2:]) and layer.out_features < layer.in_features:
         return "a router or gate"
     if own_name in STATE_SPACE and hasattr(parent, "A_log"):
@@ -169,31 +166,27 @@ def _head(model: nn.Module) -> str | None:
 
 
 def _narrowest(layers: dict[str, nn.Module]) -> int:
-    """Return the least number of features that a side of an FP8 layer has.
-
-    A block of 128: with less, more of a product's time goes into its casts than it can save. Models of less than four
-    blocks are made for tests, and there a quarter of the width takes the block's place.
-    """
+    """Return the smallest number of features of an FP8 layer: 128, or a quarter of a test model's width below 512."""
+    # with less than a block quantizing takes more time than the product saves
     sides = [min(layer.in_features, layer.out_features) for layer in layers.values() if isinstance(layer, nn.Linear)]
     return min(BLOCK, max(max(sides, default=0) // 4, 1))
 
 
 @torch.no_grad()
 def _computes_as_linear(layer: nn.Linear) -> bool:
-    """Try a subclass of nn.Linear on small and large tokens, with a small weight in FP32, beside nn.Linear itself."""
+    """Compare the forward of a subclass with nn.Linear's, on small and large tokens, with a small FP32 weight."""
     if type(layer).forward is nn.Linear.forward:
         return True
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         small, x = nn.Linear(6, 5, bias=layer.bias is not None), torch.randn(2, 3, 6)
-    twin = copy.copy(layer)
-    # The same object but for its weights: settings that its forward reads are those of the layer.
-    twin.__dict__ = {**vars(layer), "_parameters": dict(small._parameters), "in_features": 6, "out_features": 5}
-    for tried in (x, 1e3 * x):  # large, where subclasses may clamp
-        expected = F.linear(tried, small.weight, small.bias)
+    trial = copy.copy(layer)  # with the settings of the layer
+    trial.__dict__ = {**vars(layer), "_parameters": dict(small._parameters), "in_features": 6, "out_features": 5}
+    for tokens in (x, 1e3 * x):  # large, where subclasses may clamp
+        expected = F.linear(tokens, small.weight, small.bias)
         try:
-            # Not through __call__: hooks of the layer are not meant for this copy.
-            error = type(layer).forward(twin, tried) - expected
+            # not __call__: hooks belong to the layer itself
+            error = type(layer).forward(trial, tokens) - expected
             if error.shape != expected.shape or not error.norm() <= 1e-5 * expected.norm():
                 return False
         except Exception:  # a foreign forward fails in its own way

@@ -8,11 +8,9 @@ from packaging.specifiers import SpecifierSet
 
 from ds_fp8.config.errors import UserError
 
+# 5.24 calls decoder layers with `cache` in place of `past_key_values`: fused layers would generate wrong text
 KNOWN = ">=5.0,<5.24"
-"""From the oldest version that has all names to the newest that the tests pass with. 5.24 calls decoder layers with
-`cache` in place of `past_key_values`: fused layers would generate wrong text."""
-TRY = "DS_FP8_TRY_TRANSFORMERS"
-"""Environment variable with the one version outside of them that a user wants to try."""
+TRY = "DS_FP8_TRY_TRANSFORMERS"  # environment variable: the one version outside of them that a user wants to try
 
 
 def check_version(version: str) -> None:

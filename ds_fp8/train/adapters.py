@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_fp8.config.errors import UserError, first_line
-from ds_fp8.layers.experts.adapters import of_experts
+from ds_fp8.layers.experts.adapters import per_expert
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.train.stage import Lora
 
@@ -66,7 +66,7 @@ def with_adapters_merged(model: PreTrainedModel, state: Mapping[str, torch.Tenso
         a, b = (merged.pop(f"{name}.{part}").float() for part in names)
         weight = merged[f"{base}.{own}"]
         if weight.dim() == 3:
-            a, b = of_experts(a, b, len(weight))
+            a, b = per_expert(a, b, len(weight))
         product = module.scaling[NAME] * (b @ a)
         if embeds or module.fan_in_fan_out:  # Conv1D
             product = product.t()

@@ -42,7 +42,7 @@ from common import (
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import main_entry
 from ds_fp8.config.presets import PRESETS
-from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_cast
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_quantize
 from ds_fp8.layers.decoder.rotary import HeadLayout, HeadTransform, rotate, rotate_backward
 from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_cast
 from ds_fp8.layers.linear.recipe import LinearRecipe
@@ -95,11 +95,11 @@ def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Itera
 
 def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
     x, residual, weight = normal(tokens, size.hidden), normal(tokens, size.hidden), normal(size.hidden)
-    _, rstd, cast = rms_norm_cast(x, weight, EPS, recipe)
+    _, rstd, cast = rms_norm_quantize(x, weight, EPS, recipe)
     casts, columnwise = in_words(cast), in_words(None, recipe.cast_input_columnwise(x, rstd, weight))
     del cast
-    yield Operation("RMSNorm", casts, x.numel(), 3, lambda: rms_norm_cast(x, weight, EPS, recipe))
-    yield Operation("add, RMSNorm", casts, x.numel(), 7, lambda: rms_norm_cast(x, weight, EPS, recipe, residual))
+    yield Operation("RMSNorm", casts, x.numel(), 3, lambda: rms_norm_quantize(x, weight, EPS, recipe))
+    yield Operation("add, RMSNorm", casts, x.numel(), 7, lambda: rms_norm_quantize(x, weight, EPS, recipe, residual))
     yield Operation(
         "RMSNorm again", columnwise, x.numel(), 3, lambda: recipe.cast_input_columnwise(x, rstd, weight)
     )  # fmt: skip

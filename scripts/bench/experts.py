@@ -41,7 +41,7 @@ from ds_fp8.casts import quantize, transpose
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.gemm import scaled_matmul
 from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
-from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout, permute_cast, row_factors, unpermute
+from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout, permute_quantize, row_factors, unpermute
 from ds_fp8.layers.experts.products import ExpertProducts, ExpertWeights, expert_products, unsupported
 from ds_fp8.layers.experts.selection import recipe_of_experts
 from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_cast
@@ -175,14 +175,14 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
     first, second = (recipe.cast_weight(weight.flatten(0, 1)) for weight in (gate_up, down))
     first_turned, second_turned = transpose(first, experts), transpose(second, experts)
     dy_scale = recipe.grad_output.scale
-    rows, _ = permute_cast(x, layout, save.format, scale=save.scale)
+    rows, _ = permute_quantize(x, layout, save.format, scale=save.scale)
     hidden = grouped_matmul(rows, first, groups, backend=backend)
     product, saved, *_ = gated_activation_cast(hidden, "silu", recipe, True, factors)
     output = grouped_matmul(product, second, groups, backend=backend)
-    dy_rows, dy_columns = permute_cast(dy, layout, columnwise="1x128", scale=dy_scale)
+    dy_rows, dy_columns = permute_quantize(dy, layout, columnwise="1x128", scale=dy_scale)
     dproduct = grouped_matmul(dy_rows, second_turned, groups, backend=backend)
     casts = gated_activation_backward(dproduct, saved, "silu", recipe, recipe, row_factor=factors)
-    _, x_columns = permute_cast(x, layout, rowwise=None, columnwise=recipe.wgrad_input, scale=save.scale)
+    _, x_columns = permute_quantize(x, layout, rowwise=None, columnwise=recipe.wgrad_input, scale=save.scale)
     dx_rows = grouped_matmul(casts.dgate_up, first_turned, groups, backend=backend)
 
     def multiply(a, b):
@@ -194,12 +194,12 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
     backward = casts.dgate_up_columnwise, casts.product_columnwise
     return {
         "layout": ("layout", lambda: (expert_layout(index, experts), row_factors(router_weights, layout))),
-        "x, permuted": ("cast", lambda: permute_cast(x, layout, save.format, scale=save.scale)),
+        "x, permuted": ("cast", lambda: permute_quantize(x, layout, save.format, scale=save.scale)),
         "gate_up fprop": ("product", multiply(rows, first)),
         "activation": ("cast", lambda: gated_activation_cast(hidden, "silu", recipe, True, factors)),
         "down fprop": ("product", multiply(product, second)),
         "y, summed": ("sum", lambda: unpermute(output, layout)),
-        "dy, permuted, both ways": ("cast", lambda: permute_cast(dy, layout, columnwise="1x128", scale=dy_scale)),
+        "dy, permuted, both ways": ("cast", lambda: permute_quantize(dy, layout, columnwise="1x128", scale=dy_scale)),
         "weights transposed": ("cast", lambda: (transpose(first, experts), transpose(second, experts))),
         "down dgrad": ("product", multiply(dy_rows, second_turned)),
         "activation's gradients": (
@@ -211,7 +211,7 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
         "dx, summed": ("sum", lambda: unpermute(dx_rows, layout)),
         "x, permuted, along the rows": (
             "cast",
-            lambda: permute_cast(x, layout, rowwise=None, columnwise=recipe.wgrad_input, scale=save.scale),
+            lambda: permute_quantize(x, layout, rowwise=None, columnwise=recipe.wgrad_input, scale=save.scale),
         ),
         "gate_up wgrad": ("product", along_rows(backward[0], x_columns)),
     }

@@ -11,7 +11,7 @@ from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.gemm import grouped, unavailable
 from ds_fp8.layers.experts.layout import (
     expert_layout,
-    permute_cast,
+    permute_quantize,
     unpermute,
 )
 from ds_fp8.layers.experts.products import ExpertAdapters, ExpertProducts, ExpertWeights, expert_products
@@ -77,9 +77,9 @@ def test_casts_of_permuted_tokens_have_the_references_bits(tokens, choices, hidd
     torch.manual_seed(0)
     layout = expert_layout(torch.rand(tokens, 8).topk(choices).indices, 8)
     x = (torch.randn(tokens, hidden) * torch.logspace(-20, 15, hidden)).to(dtype)
-    expected = permute_cast(x, layout, "e4m3", rowwise, columnwise, scale)
+    expected = permute_quantize(x, layout, "e4m3", rowwise, columnwise, scale)
     for found, wanted in zip(
-        permute_cast(x.cuda(), on_gpu(layout), "e4m3", rowwise, columnwise, scale), expected, strict=True
+        permute_quantize(x.cuda(), on_gpu(layout), "e4m3", rowwise, columnwise, scale), expected, strict=True
     ):
         same_bits(found, wanted)
 

@@ -11,7 +11,7 @@ from ds_fp8.layers.experts.layout import (
     ExpertLayout,
     expert_layout,
     permute,
-    permute_cast,
+    permute_quantize,
     unpermute,
     worst_case_rows,
 )
@@ -121,12 +121,12 @@ def routing(tokens, choices, others=False):
 def test_kernel_of_casts(tokens, choices, rowwise, columnwise, scale, dtype):
     layout = expert_layout(routing(tokens, choices, True), EXPERTS)
     x = torch.randn(tokens, 256).to(dtype)
-    expected = permute_cast(x, layout, "e4m3", rowwise, columnwise, scale)
+    expected = permute_quantize(x, layout, "e4m3", rowwise, columnwise, scale)
     found = permute_tiles(x, layout, rowwise, columnwise, scale)
     for result, wanted in zip(found, expected, strict=True):
         assert_same(result, wanted)
     through = quantize_both(permute(x, layout), "e4m3", rowwise, columnwise, scale)
-    for result, wanted in zip(permute_cast(x, layout, "e4m3", rowwise, columnwise, scale), through, strict=True):
+    for result, wanted in zip(permute_quantize(x, layout, "e4m3", rowwise, columnwise, scale), through, strict=True):
         assert (result is None) == (wanted is None)
         assert result is None or torch.equal(result.dequantize(), wanted.dequantize())
 
@@ -136,7 +136,7 @@ def test_kernel_of_casts_of_other_strides():
     layout = expert_layout(routing(tokens, 2), EXPERTS)
     wide = torch.randn(tokens, 600).bfloat16()
     for x in (wide[:, 40:296], torch.randn(256, tokens).bfloat16().t(), wide[:1, :256].expand(tokens, -1)):
-        expected = permute_cast(x, layout, "e4m3", "1x128", "1x128", "pow2")
+        expected = permute_quantize(x, layout, "e4m3", "1x128", "1x128", "pow2")
         found = permute_tiles(x, layout, "1x128", "1x128", "pow2")
         for result, wanted in zip(found, expected, strict=True):
             assert_same(result, wanted)

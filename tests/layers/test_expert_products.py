@@ -14,7 +14,6 @@ from ds_fp8.layers.experts.products import (
     ExpertProducts,
     ExpertWeights,
     expert_products,
-    unsupported_shapes,
 )
 from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
 from ds_fp8.layers.linear.recipe import LinearRecipe
@@ -296,7 +295,7 @@ def test_the_kernels_fit_together(monkeypatch):
     from ds_fp8.layers.experts import layout_triton
     from ds_fp8.layers.experts import products as module
 
-    def permute_cast(x, layout, format="e4m3", rowwise="1x128", columnwise=None, scale="pow2"):
+    def permute_quantize(x, layout, format="e4m3", rowwise="1x128", columnwise=None, scale="pow2"):
         return layout_triton.permute_tiles(x, layout.source, layout.choices, format, rowwise, columnwise, scale)
 
     def activation_cast(gate_up, activation, recipe, keep, factors, product):
@@ -314,7 +313,7 @@ def test_the_kernels_fit_together(monkeypatch):
     adapters = low_ranks(*given[3:5])
     expected = run(*given, products), run_adapted(*given, products, adapters)
     kernels = {
-        "permute_cast": permute_cast,
+        "permute_quantize": permute_quantize,
         "grouped_matmul": lambda a, b, groups, backend, out_dtype: grouped_triton.multiply_tiles(
             a, b, groups, out_dtype
         ),
@@ -348,10 +347,3 @@ def test_casts_are_observed():
     measured = monitored.monitor.end_step()
     for tensor_class in ("input", "weight", "grad_output"):
         assert set(measured[tensor_class]) == {"gate_up", "down"}
-
-
-def test_shapes_that_are_no_stacks_of_blocks_are_named():
-    assert unsupported_shapes(torch.Size((8, 512, 384)), torch.Size((8, 384, 256))) is None
-    assert "stacks" in unsupported_shapes(torch.Size((512, 384)), torch.Size((8, 384, 256)))
-    assert "not [E" in unsupported_shapes(torch.Size((8, 384, 512)), torch.Size((8, 384, 256)))
-    assert "multiples of 128" in unsupported_shapes(torch.Size((8, 5760, 2880)), torch.Size((8, 2880, 2880)))

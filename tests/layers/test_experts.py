@@ -17,7 +17,7 @@ from ds_fp8.engine.plans import convert, recipe_from_config
 from ds_fp8.layers.convert import layer_of, restore
 from ds_fp8.layers.decoder.attention import FastAttention
 from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
-from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, decode, products_of
+from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, dequantize_rows, products_of
 from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_experts
 from ds_fp8.layers.linear.linear import FP8Linear, Swapped
 from ds_fp8.layers.linear.weights import GATHERED, placeholder
@@ -52,7 +52,7 @@ def pair(implementation):
     gathered_in_fp8(experts)
     with torch.no_grad():
         for weight, own in zip(experts.parameters(), twin.parameters(), strict=True):
-            own.copy_(decode(weight).view(own.shape))
+            own.copy_(dequantize_rows(weight).view(own.shape))
     return experts, twin
 
 
@@ -91,10 +91,10 @@ def test_they_compute_with_the_decoded_weights(implementation, reached):
 @pytest.mark.parametrize(("first", "rows"), [(0, None), (128, 256), (100, 200), (1000, 24)])
 def test_weights_are_decoded_in_pieces(monkeypatch, first, rows):
     experts, twin = pair("grouped_mm")
-    monkeypatch.setattr("ds_fp8.layers.experts.experts.PIECE", 300 * 128)
+    monkeypatch.setattr("ds_fp8.layers.experts.experts.CHUNK_ELEMENTS", 300 * 128)
     expected = twin.gate_up_proj.detach().flatten(0, 1)
     stop = len(expected) if rows is None else first + rows
-    assert torch.equal(decode(experts.gate_up_proj, first, rows), expected[first:stop])
+    assert torch.equal(dequantize_rows(experts.gate_up_proj, first, rows), expected[first:stop])
 
 
 def test_a_batch_without_tokens_has_zero_gradients():
@@ -126,7 +126,7 @@ def adapted_pair(implementation, products="bf16", targets=("gate_up_proj", "down
     with torch.no_grad():
         for name in base.expert_recipes:
             own = getattr(theirs.get_base_layer(), name)
-            own.copy_(decode(getattr(base, name)).view(own.shape))
+            own.copy_(dequantize_rows(getattr(base, name)).view(own.shape))
     return (model, experts), (twin, theirs)
 
 
@@ -282,7 +282,7 @@ def test_weights_that_are_not_gathered_in_fp8_are_read_as_they_are():
     [
         ("gpt_oss", {}, "stored transposed"),
         ("mixtral", {"intermediate_size": 192}, "matrices of 128 x 192 do not divide into 128x128 blocks"),
-        ("llama4_text", {}, "Llama4TextExperts is not of transformers' interface of experts"),
+        ("llama4_text", {}, "Llama4TextExperts does not follow transformers' ExpertsInterface"),
     ],
 )
 def test_what_stays_in_bf16_has_a_reason(architecture, changes, reason):
@@ -384,7 +384,7 @@ def test_hooks_of_the_called_half_run_and_those_of_the_fused_one_unfuse_it():
     layer.mlp.register_forward_hook(lambda *_: seen.append("mlp"))
     model(input_ids=tokens())
     assert seen == ["gate", "mlp"]
-    assert layer.fused_parts.attachment() is None
+    assert layer.fused_parts.change() is None
     layer.self_attn.register_forward_hook(lambda *_: seen.append("attention"))
     with pytest.warns(UserWarning, match="self_attn has forward hooks"):
         model(input_ids=tokens())
@@ -448,12 +448,13 @@ def test_the_activation_is_found_out(word, name):
 def test_experts_that_are_not_known_say_why():
     assert "has_bias" in products_of(experts_of("gpt_oss"), known())
     assert "act(gate)" in products_of(experts_of("mixtral", hidden_act="relu"), known())
-    assert "multiples of 128" in products_of(experts_of("qwen3_moe", moe_intermediate_size=96), known())
     assert "128x128" in products_of(experts_of("mixtral"), known(weight={"granularity": "tensor"}))
     assert "has_gate = not set" in products_of(torch.nn.Linear(2, 2), known())
     module = experts_of("mixtral")
     module._apply_gate = lambda gate_up: gate_up.chunk(2, -1)[0].clamp(max=2) * gate_up.chunk(2, -1)[1]
     assert "act(gate)" in products_of(module, known())
+    module.gate_up_proj = torch.nn.Parameter(module.gate_up_proj.detach().transpose(1, 2))
+    assert "not [E, 2F, H]" in products_of(module, known())
 
 
 def test_products_that_experts_cannot_have_are_said():
@@ -462,11 +463,11 @@ def test_products_that_experts_cannot_have_are_said():
     conversion = convert(model, FP8Config.from_preset(preset="rowwise", linear=section))
     assert conversion.experts.converted
     assert not conversion.experts.multiplied
-    assert list(conversion.experts.decoded) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    assert list(conversion.experts.dequantized) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     model = mixture("qwen3_moe")
     section["overrides"] = {"*.experts.down_proj": "bf16"}
     conversion = convert(model, FP8Config(linear=section))
-    assert set(conversion.experts.decoded.values()) == {"down_proj not gathered in FP8"}
+    assert set(conversion.experts.dequantized.values()) == {"down_proj not gathered in FP8"}
 
 
 def test_experts_are_multiplied_in_fp8_where_the_kernels_have_run():

@@ -10,7 +10,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.gemm import BACKENDS, unavailable
 from ds_fp8.layers.decoder.attention import NormedHeads, normed_heads
-from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
+from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from tests.numerics import error
@@ -96,7 +96,7 @@ def test_gated_mlp(backend, tokens, hidden, features, normed):
     leaves = [x, *weights]
     if normed:
         norm = nn.Parameter(norm.detach())
-        y = normed_mlp(x, residual, norm, 1e-6, weights, mlp)
+        y = gated_mlp(x, weights, mlp, residual=residual, norm=norm, eps=1e-6)
         leaves += [residual, norm]
     else:
         y = gated_mlp(x, weights, mlp)

@@ -12,13 +12,13 @@ from ds_fp8.casts.outliers import channel_energy, extend_input_reference, larges
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.plans import recipe_from_config
-from ds_fp8.layers.decoder.rms_norm import rms_norm_backward_reference, rms_norm_cast
+from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_quantize
 from ds_fp8.layers.decoder.rotary import (
     HeadLayout,
     HeadNorms,
     HeadTransform,
-    rotate_backward_reference,
-    rotate_reference,
+    rotate,
+    rotate_backward,
 )
 from ds_fp8.layers.linear.gated_activation import (
     ACTIVATIONS,
@@ -49,6 +49,11 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16().to(DEVICE)
 
 
+def on_cpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Where the layers' functions compute without a kernel."""
+    return None if tensor is None else tensor.cpu()
+
+
 def recipe(**linear) -> LinearRecipe:
     return recipe_from_config(FP8Config(linear={"backend": "reference", **linear}, monitor={"every": 0}))
 
@@ -70,15 +75,15 @@ def test_rms_norm(tokens, hidden, residual):
     exact = F.rms_norm(h.float(), (hidden,), weight.float(), 1e-6)
     assert error(rstd, torch.rsqrt(h.float().square().mean(-1) + 1e-6)) < FP32_ERROR
     assert_cast(cast, exact)
-    on_cpu = rms_norm_cast(h.cpu(), weight.cpu(), 1e-6, recipe())
-    assert error(on_cpu.cast.dequantize(), quantize(exact.cpu()).dequantize()) < 1e-2
+    reference = rms_norm_quantize(h.cpu(), weight.cpu(), 1e-6, recipe())
+    assert error(reference.quantized.dequantize(), quantize(exact.cpu()).dequantize()) < 1e-2
 
     dn, dresidual = random(tokens, hidden), random(tokens, hidden) if residual else None
     leaf, w = h.float().requires_grad_(), weight.float().requires_grad_()
     F.rms_norm(leaf, (hidden,), w, 1e-6).backward(dn.float())
     dh = leaf.grad + (dresidual.float() if residual else 0)
-    for backward in (norm_kernels.normalise_backward, rms_norm_backward_reference):
-        result = backward(dn, h, weight, rstd, dresidual)
+    inputs = dn, h, weight, rstd, dresidual
+    for result in (norm_kernels.normalise_backward(*inputs), rms_norm_backward(*map(on_cpu, inputs))):
         assert error(result[0], dh) < BF16_ERROR
         assert error(result[1], w.grad) < BF16_ERROR
 
@@ -167,9 +172,9 @@ def test_gated_activation_backward(tokens, features, activation, saved_as):
         assert_cast(column, leaf.grad.t())
         assert_cast(product_column, product.detach().t())
         if not ON_GPU:
-            on_cpu = gated_activation_backward(dproduct, saved, activation, mixed, mixed)
-            assert_cast(on_cpu.dgate_up, leaf.grad, 1e-2)
-            assert_cast(on_cpu.product_columnwise, product.detach().t(), 1e-2)
+            reference = gated_activation_backward(dproduct, saved, activation, mixed, mixed)
+            assert_cast(reference.dgate_up, leaf.grad, 1e-2)
+            assert_cast(reference.product_columnwise, product.detach().t(), 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -186,18 +191,20 @@ def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
     bias = random(8 * head_dim) if biased else None
     norms = HeadNorms(*(torch.rand(2, head_dim, device=DEVICE) + 0.5), 1e-6) if norm else None
     transform = HeadTransform(cos, sin, layout, bias, norms)
-    expected = rotate_reference(qkv, transform)
+    norms_on_cpu = None if norms is None else HeadNorms(norms.q.cpu(), norms.k.cpu(), norms.eps)
+    reference = HeadTransform(cos.cpu(), sin.cpu(), layout, on_cpu(bias), norms_on_cpu)
+    expected = rotate(qkv.cpu(), reference)
     if not (norm or biased):  # by definition, head by head
         q = layout.split(qkv.float(), batch, length)[0]
         turned = torch.cat([-q[..., head_dim // 2 :], q[..., : head_dim // 2]], -1)
         rotated = q * cos[:, None] + turned * sin[:, None]
         assert error(layout.split(expected, batch, length)[0], rotated) < BF16_ERROR
-    rotated = rotary_kernels.rotate_heads(qkv.clone(), *transform)
+    rotated = rotary_kernels.rotate_heads(qkv.clone(), transform)
     assert error(rotated, expected) < BF16_ERROR
 
     gradients = layout.split(random(batch * length, 8 * head_dim), batch, length)
-    wanted = rotate_backward_reference(gradients, transform, qkv)
-    results = rotary_kernels.rotate_heads_backward(gradients, qkv, *transform)
+    wanted = rotate_backward(tuple(map(on_cpu, gradients)), reference, qkv.cpu())
+    results = rotary_kernels.rotate_heads_backward(gradients, transform, qkv)
     for result, expected in zip(results, wanted, strict=True):
         assert (result is None) == (expected is None)
         assert result is None or error(result, expected) < BF16_ERROR

@@ -285,7 +285,7 @@ def test_models_that_work_on_their_logits_are_left_alone(kind, training):
     before = type(model)
     result = fuse_loss(model)
     assert not result.fused
-    assert "works on its logits" in result.description
+    assert "changes its logits" in result.description
     assert type(model) is before
     assert type(model.lm_head) is torch.nn.Linear
     assert model(**batch()).logits is not None
@@ -313,7 +313,7 @@ CHANGED = {
     "Sequential": lambda model: setattr(model, "lm_head", torch.nn.Sequential(model.lm_head)),
     "custom loss function": lambda model: setattr(model, "loss_function", lambda logits, labels, **_: logits.sum()),
     "replaced": lambda model: setattr(model, "forward", model.forward),
-    "works on its logits": with_doubled_loss,
+    "changes its logits": with_doubled_loss,
     "another loss": with_shift_labels_lost,
 }
 """By what is said of it: how a model is changed."""

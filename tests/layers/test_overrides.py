@@ -109,7 +109,7 @@ def test_a_fused_mlp_casts_down_proj_in_its_own_way():
 def test_parts_that_cannot_be_fused_are_called_one_by_one_and_the_reason_is_given():
     model = causal_lm("llama")
     conversion = convert(model, parsed({"*.v_proj": {"input": TENSOR}, "layers.1.mlp.up_proj": {"weight": TENSOR}}))
-    different = "casts linears of one product in different ways"
+    different = "quantizes linears of one product in different ways"
     assert [name for name, why in conversion.fusion.left.items() if different in why] == [
         "model.layers.0",
         "model.layers.1",

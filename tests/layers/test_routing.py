@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.experts import routing
-from ds_fp8.layers.experts.routing import NAME, count_without_waiting
+from ds_fp8.layers.experts.routing import LOSS, count_without_sync
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.moe import EXPERTS, mixture
 
@@ -221,11 +221,11 @@ def changed(**layers):
 ROWS = tokens().numel()
 REFUSED = {
     "other tokens": (changed(_1=torch.tensor([[0, 1]] * 7)), "7 x 2, and its router chooses 2 experts for each of 32"),
-    "an expert that is not there": (changed(_0=torch.tensor([[0, EXPERTS]] * ROWS)), "not among 0 to 3"),
-    "padding": (changed(_0=torch.tensor([[0, -1]] * ROWS)), "not among 0 to 3"),
+    "an expert that is not there": (changed(_0=torch.tensor([[0, EXPERTS]] * ROWS)), "outside 0 to 3"),
+    "padding": (changed(_0=torch.tensor([[0, -1]] * ROWS)), "outside 0 to 3"),
     "one expert twice": (changed(_1=torch.tensor([[2, 2]] * ROWS)), "one expert twice"),
-    "fractions": (changed(_1=torch.ones(ROWS, 2)), "layers.1.mlp.experts are no tensor of integers"),
-    "no tensor": (changed(_0=[[0, 1]] * ROWS), "model.layers.0.mlp.experts are no tensor of integers"),
+    "fractions": (changed(_1=torch.ones(ROWS, 2)), "layers.1.mlp.experts are not an integer tensor"),
+    "no tensor": (changed(_0=[[0, 1]] * ROWS), "model.layers.0.mlp.experts are not an integer tensor"),
     "no such layer": (changed(_2=torch.ones(ROWS, 2)), "the model has no experts model.layers.2.mlp.experts"),
     "a layer less": (lambda routes: dict(list(routes.items())[:1]), "routes of model.layers.1.mlp.experts are missing"),
     "a list of one layer": (lambda routes: list(routes.values())[:1], "routes of 1 layers, and the model has 2"),
@@ -278,16 +278,16 @@ def test_the_loss_and_its_gradients_do_not_change(architecture, masked, monkeypa
     def results():
         model = mixture(architecture, torch.float32, output_router_logits=True, router_aux_loss_coef=0.5)
         if changed:
-            count_without_waiting(model)
-            function = getattr(module, NAME)
-            count_without_waiting(model)
-            assert getattr(module, NAME) is function, "replaced once"
+            count_without_sync(model)
+            function = getattr(module, LOSS)
+            count_without_sync(model)
+            assert getattr(module, LOSS) is function, "replaced once"
         output = model(input_ids=ids, labels=ids, attention_mask=mask if masked else None, use_cache=False)
         output.loss.backward()
         return output.aux_loss, [p.grad for p in model.parameters() if p.grad is not None]
 
-    module = __import__(mixture(architecture).__module__, fromlist=[NAME])
-    monkeypatch.setattr(module, NAME, getattr(module, NAME))  # the file's function comes back
+    module = __import__(mixture(architecture).__module__, fromlist=[LOSS])
+    monkeypatch.setattr(module, LOSS, getattr(module, LOSS))  # the file's function comes back
     changed = False
     expected, gradients = results()
     changed = True

@@ -9,7 +9,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.engine.plans import convert, recipe_from_config
 from ds_fp8.layers.decoder import gated_mlp as tiled_mlp
-from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp, normed_mlp
+from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPWeights, gated_mlp
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.memory.workloads import most_allocated
 
@@ -38,7 +38,8 @@ def results(tile, preset="infir2", length=640, normed=True, frozen=(), **section
     for name in frozen:
         weights[name].requires_grad_(False)
     group = MLPWeights(*weights.values())
-    y = normed_mlp(*given.values(), 1e-6, group, mlp) if normed else gated_mlp(given["x"], group, mlp)
+    norm = {"residual": given["residual"], "norm": given["norm"], "eps": 1e-6} if normed else {}
+    y = gated_mlp(given["x"], group, mlp, **norm)
     y.backward(torch.randn(y.shape).bfloat16().to(DEVICE) * torch.linspace(0.1, 3, H).to(DEVICE))
     gradients = {name: leaf.grad for name, leaf in (given | weights).items()}
     return {"y": y.detach(), **gradients}
@@ -150,7 +151,7 @@ def test_tiles_are_whole_groups_of_tokens(tokens):
 @pytest.mark.parametrize(
     ("architecture", "section", "why"),
     [
-        ("llama", {"preset": "rowwise"}, 'granularity "row" is that of all tokens'),
+        ("llama", {"preset": "rowwise"}, 'granularity "row" has one scale for all tokens'),
         ("llama", {"linear": {"smooth_swiglu": True}}, "smooth_swiglu are computed one by one"),
         ("llama", {"fuse": "off"}, 'fp8.fuse "off"'),
         ("llama", {"linear": {"overrides": {"layers.1.mlp": "bf16"}}}, "model.layers.1"),

@@ -51,7 +51,7 @@ def test_a_head_in_fp8_needs_a_loss_that_can_be_fused(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     model = causal_lm("gemma2", final_logit_softcapping=5.0)
-    with pytest.raises(UserError, match="works on its logits") as error:
+    with pytest.raises(UserError, match="changes its logits") as error:
         initialize(model=model, config=models.config({"preset": "infir2", "loss": {"head": "fp8"}}))
     assert error.value.key == "fp8.loss.head"
 

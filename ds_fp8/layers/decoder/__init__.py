@@ -1,1 +1,1 @@
-"""Decoder layers computed as a whole: norms, rotary embedding, attention block, gated MLP."""
+"""Fused decoder layers: norms, rotary embedding, attention, gated MLP."""

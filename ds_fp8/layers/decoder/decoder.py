@@ -1,18 +1,18 @@
-"""Fused decoder layers: a Hugging Face layer keeps its parameters, names and signature, and gets another forward.
+"""Fused decoder layers: a Hugging Face layer keeps its parameters, names and signature, and gets a fused forward.
 
     q, k, v, x = normed_heads(x)                     RMSNorm -> stacked q, k, v -> rotation
-    o          = o_proj(attention(q, k, v))          FP8Linear; attention keeps its output anyway, o_proj keeps nothing
-    y          = normed_mlp(o, residual = x)         add -> RMSNorm -> gated MLP -> add
+    o          = o_proj(attention(q, k, v))          FP8Linear; attention saves its output, so o_proj saves no input
+    y          = gated_mlp(o, residual = x)          add -> RMSNorm -> gated MLP -> add
 
-Low-rank products of plain LoRA (PEFT) are part of it, of the adapters that are active as a forward begins.
+LoRA (PEFT) is fused too, with the adapters that are active when the forward begins.
 
-Which layers this is the same computation for is found by their structure and by trials (structure.py). Of a
-layer with experts the attention half is fused and the rest called. A layer of another structure keeps its forward;
-where its MLP is a gated one, that alone is fused.
+structure.py decides by the parts of a layer and by trial runs whether this is its computation. In a layer with experts
+the attention half is fused and the experts are called. A layer of another structure keeps its forward; its MLP alone is
+fused if it is a gated one.
 
-The class is swapped under the live module for a subclass of its own class, whose forward the layer falls back to when
-asked for what the fused one does not have (attention weights), or when something was attached to its submodules
-(structure.py). Submodules are no longer called, so under ZeRO-3 the layer must be a leaf module: `Fusion.classes`.
+The module's class is replaced by a subclass of it. The fused forward falls back to the original one for attention
+weights and for attachments to submodules (structure.py). ZeRO-3 must treat the layer as a leaf module
+(`Fusion.classes`), because the fused forward does not call its submodules.
 """
 
 from __future__ import annotations
@@ -26,55 +26,39 @@ from torch import nn
 
 from ds_fp8.layers.attention.format import is_exchanged, runs_in_fp8
 from ds_fp8.layers.decoder.attention import NormedHeads, attend, normed_heads
-from ds_fp8.layers.decoder.gated_mlp import (
-    GatedMLP,
-    MLPAdapters,
-    MLPWeights,
-    gated_mlp,
-    normed_mlp,
-    why_not_tiled,
-)
+from ds_fp8.layers.decoder.gated_mlp import GatedMLP, MLPAdapters, MLPWeights, gated_mlp, why_not_tiled
 from ds_fp8.layers.decoder.structure import (
     MLP_HALF,
     MLP_PARTS,
-    Parts,
+    PartsSnapshot,
     Unfusable,
     changes_in_place,
     gated_activation_of,
     head_layout_of,
     norm_eps,
-    prove_layer,
-    prove_mlp,
+    verify_layer,
+    verify_mlp,
 )
 from ds_fp8.layers.experts.selection import expert_weights
 from ds_fp8.layers.linear.adapters import Adapters
-from ds_fp8.layers.linear.linear import (
-    FP8Linear,
-    Swapped,
-    base_of,
-    call_with_adapters,
-    runs_eagerly,
-    swapped_class,
-)
+from ds_fp8.layers.linear.linear import FP8Linear, Swapped, base_of, call_with_adapters, runs_eagerly, swapped_class
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GROUP, WeightGroup, can_stack
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """Result of `fuse_decoder`: names of fused layers and MLPs, and of those not fused with the reason."""
+    """Result of `fuse_decoder`: names of the fused layers and MLPs, and of the others with the reason (`left`)."""
 
     layers: list[str] = field(default_factory=list)
-    attention_halves: list[str] = field(default_factory=list)
-    """Layers whose MLP is called."""
+    attention_halves: list[str] = field(default_factory=list)  # layers with a called MLP
     mlps: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    classes: set[type] = field(default_factory=set)
-    """Classes of the fused modules, which must be ZeRO-3 leaf modules."""
+    classes: set[type] = field(default_factory=set)  # of the fused modules: ZeRO-3 leaf modules
 
 
 class Fused(Swapped):
-    fused_parts: Parts
+    fused_parts: PartsSnapshot
 
 
 class FusedDecoderLayer(Fused):
@@ -95,7 +79,7 @@ class FusedDecoderLayer(Fused):
     ) -> Any:
         attention = self.self_attn
         wants_weights = kwargs.get("output_attentions") or getattr(attention.config, "output_attentions", False)
-        if wants_weights or position_embeddings is None or self.fused_parts.must_be_called():
+        if wants_weights or position_embeddings is None or self.fused_parts.changed():
             return super().forward(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -121,15 +105,14 @@ class FusedDecoderLayer(Fused):
         return (y,) if self.fused_returns_tuple else y
 
     def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        norm = self.post_attention_layernorm
-        mlp = self.mlp
-        return normed_mlp(
-            output, residual, norm.weight, norm_eps(norm), weights_of(mlp), self.fused_mlp, adapters_of(mlp)
+        mlp, norm = self.mlp, self.post_attention_layernorm
+        return gated_mlp(
+            output, weights_of(mlp), self.fused_mlp, adapters_of(mlp), residual, norm.weight, norm_eps(norm)
         )
 
 
 class FusedAttentionHalf(FusedDecoderLayer):
-    """Forward of a layer whose attention half is fused, and whose MLP, a router and experts, is called."""
+    """A layer with fused attention and a called MLP (router and experts)."""
 
     def _mlp_half(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         hidden = residual + output
@@ -141,7 +124,7 @@ class FusedMLP(Fused):
 
     @runs_eagerly
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fused_parts.must_be_called():
+        if self.fused_parts.changed():
             return super().forward(x)
         return gated_mlp(x, weights_of(self), self.fused_mlp, adapters_of(self))
 
@@ -155,7 +138,7 @@ def adapters_of(mlp: nn.Module) -> MLPAdapters:
 
 
 def fuse_decoder(model: nn.Module) -> Fusion:
-    """Fuse every decoder layer of `model` that can be, in place; its linears are FP8Linear already."""
+    """Fuse the decoder layers of a model in place, or their gated MLPs alone; their linears are FP8Linear already."""
     fusion = Fusion()
     for name, layer in list(model.named_modules()):
         if hasattr(layer, "self_attn") and hasattr(layer, "mlp") and not isinstance(layer, FusedDecoderLayer):
@@ -193,7 +176,7 @@ def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
     heads_recipe = _stacked_recipe(projections).at(f"{name}.self_attn.qkv_proj")
     if not half:
         _check_mlp(layer.mlp)
-    returns_tuple = prove_layer(layer, layout, activation)
+    returns_tuple = verify_layer(layer, layout, activation)
 
     head_norm = getattr(layer.self_attn, "q_norm", None)
     layer.fused_heads = NormedHeads(
@@ -202,9 +185,8 @@ def _fuse_layer(layer: nn.Module, name: str, half: bool) -> None:
     for projection in projections:
         projection.recipe = heads_recipe
     layer.fused_returns_tuple = returns_tuple
-    layer.fused_parts = Parts(layer, MLP_HALF if half else ())
-    # Attention in FP8 keeps its output in a byte an element, of which o_proj's product could make nothing, and between
-    # exchanges it keeps that of other heads.
+    layer.fused_parts = PartsSnapshot(layer, MLP_HALF if half else ())
+    # FP8 attention saves its output in FP8, and sequence parallelism that of other heads: o_proj saves its own input.
     base_of(layer.self_attn.o_proj).input_is_saved = not (runs_in_fp8(layer.self_attn) or is_exchanged(layer.self_attn))
     _group(projections)
     if not half:
@@ -216,9 +198,9 @@ def _fuse_mlp(mlp: nn.Module, name: str) -> None:
     _check_own_forward(mlp)
     activation = gated_activation_of(mlp)
     _check_mlp(mlp)
-    prove_mlp(mlp, activation)
+    verify_mlp(mlp, activation)
     mlp.fused_mlp = _fused_part(mlp, name, activation)
-    mlp.fused_parts = Parts(mlp)
+    mlp.fused_parts = PartsSnapshot(mlp)
     mlp.__class__ = swapped_class(FusedMLP, type(mlp))
 
 
@@ -232,7 +214,7 @@ def _fused_part(mlp: nn.Module, name: str, activation: str) -> GatedMLP:
 
 
 def unfuse(module: nn.Module) -> None:
-    """Give a fused layer or MLP its own class and forward again; its linears stay what they are."""
+    """Undo the fusion of a layer or MLP; its linears stay FP8Linear."""
     for name in ("fused_heads", "fused_mlp", "fused_returns_tuple", "fused_parts"):
         module.__dict__.pop(name, None)
     fused = module.self_attn if isinstance(module, FusedAttentionHalf) else module
@@ -240,8 +222,7 @@ def unfuse(module: nn.Module) -> None:
         if isinstance(part, FP8Linear):
             part.input_is_saved = False
             part.weight.__dict__.pop(GROUP, None)
-    _, own = type(module).__bases__
-    module.__class__ = own
+    _, module.__class__ = type(module).__bases__
 
 
 def _check_own_forward(module: nn.Module) -> None:
@@ -259,7 +240,7 @@ def _check_mlp(mlp: nn.Module) -> None:
     _check_linear(down_proj)
     if gate_up.mlp_tile_tokens is not None:
         carries = any(hasattr(mlp.get_submodule(part), "base_layer") for part in MLP_PARTS)
-        why = "an MLP that carries an adapter is not computed in tiles" if carries else None
+        why = "an MLP with an adapter is not computed in tiles" if carries else None
         why = why or why_not_tiled(gate_up) or why_not_tiled(down)
         if why is not None:
             raise Unfusable(why)
@@ -271,17 +252,17 @@ def _check_linear(linear: FP8Linear) -> None:
 
 
 def _stacked_recipe(linears: Sequence[FP8Linear]) -> LinearRecipe:
-    """Return the recipe of several linears multiplied as one. Raises Unfusable where they cannot be."""
+    """Return the common recipe of linears that become one product."""
     rows = [linear.out_features for linear in linears]
     weights, recipe = [linear.weight for linear in linears], linears[0].recipe
     if any(linear.recipe != recipe for linear in linears):
-        raise Unfusable("fp8.linear.overrides casts linears of one product in different ways")
+        raise Unfusable("fp8.linear.overrides quantizes linears of one product in different ways")
     _check_linear(linears[0])
     if not can_stack(rows, recipe.weight.granularity):
         heights, blocks = ", ".join(map(str, rows)), recipe.weight.granularity
         raise Unfusable(f"weights of {heights} rows cannot be stacked: {blocks} blocks would straddle")
     if len({weight.requires_grad for weight in weights}) > 1:
-        raise Unfusable("some of the weights of one product are frozen and others are not")
+        raise Unfusable("one product would have frozen and trained weights")
     return recipe
 
 

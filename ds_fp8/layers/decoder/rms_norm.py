@@ -1,11 +1,11 @@
-"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467) joined with the residual add before it and the cast after it.
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467) fused with the residual add before and the quantization after it.
 
     h    = x + residual                                  (optional)
     rstd = 1 / sqrt(mean_k h² + eps)
-    n    = h · rstd · weight                             never stored: only its cast is
+    n    = h · rstd · weight                             stored in FP8 only
 
-Backward needs n once more, cast along the tokens for wgrad. It is formed again from h and rstd, which costs the bytes
-that storing it would have cost, and no memory in between.
+wgrad reads n quantized along the tokens: backward recomputes n from h and rstd, which moves as many bytes as saving it
+would, and takes no memory between forward and backward.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
 
-class NormedCast(NamedTuple):
-    hidden: torch.Tensor
-    """[T, H], the norm's input: x, or x + residual."""
-    rstd: torch.Tensor
-    """FP32 [T], 1 / root mean square of each token."""
-    cast: QuantizedTensor
-    """[T, H], the normalised tokens as fprop reads them; with an outlier block, where the recipe has one, wider."""
+class QuantizedNorm(NamedTuple):
+    hidden: torch.Tensor  # [T, H], the norm's input: x, or x + residual
+    rstd: torch.Tensor  # FP32 [T], 1 / root mean square of each token
+    quantized: QuantizedTensor  # [T, H], n for fprop, followed by the recipe's outlier block
 
 
-def rms_norm_cast(
+def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, recipe: LinearRecipe, residual: torch.Tensor | None = None
-) -> NormedCast:
-    """Add, normalise and cast tokens x [T, H] with norm weight [H]."""
+) -> QuantizedNorm:
+    """Add the residual to tokens x [T, H], normalise with weight [H], and quantize rowwise."""
     if x.device.type == "cuda":
         from ds_fp8.layers.decoder.rms_norm_triton import normalise
 
-        hidden, rstd, cast = normalise(x, residual, weight, eps, recipe.input, recipe.room_for_outliers(x.shape[1]))
+        hidden, rstd, quantized = normalise(
+            x, residual, weight, eps, recipe.input, recipe.room_for_outliers(x.shape[1])
+        )
     else:
         hidden = x if residual is None else x + residual
-        rstd, cast = torch.rsqrt(hidden.float().square().mean(-1) + eps), None
-    if cast is None:
-        cast = recipe.cast_input(hidden, rstd, weight)
+        rstd, quantized = torch.rsqrt(hidden.float().square().mean(-1) + eps), None
+    if quantized is None:
+        quantized = recipe.cast_input(hidden, rstd, weight)
     else:
-        recipe.observe("input", hidden, cast, rstd, weight)
-    return NormedCast(hidden, rstd, recipe.with_outliers(cast, hidden, rstd, weight))
+        recipe.observe("input", hidden, quantized, rstd, weight)
+    return QuantizedNorm(hidden, rstd, recipe.with_outliers(quantized, hidden, rstd, weight))
 
 
 def rms_norm_backward(
@@ -52,22 +51,14 @@ def rms_norm_backward(
     rstd: torch.Tensor,
     dresidual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of hidden [T, H] (plus `dresidual`, what reached it past the norm) and of weight [H]."""
+    """Return the gradients of hidden [T, H], with `dresidual` of the residual stream added, and of weight [H].
+
+    dh = rstd · (g - ĥ · mean_k(g · ĥ)) + dresidual, g = dn · weight, ĥ = h · rstd; dweight = sum_t dn · ĥ.
+    """
     if dn.device.type == "cuda":
         from ds_fp8.layers.decoder.rms_norm_triton import normalise_backward
 
         return normalise_backward(dn, hidden, weight, rstd, dresidual)
-    return rms_norm_backward_reference(dn, hidden, weight, rstd, dresidual)
-
-
-def rms_norm_backward_reference(
-    dn: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    rstd: torch.Tensor,
-    dresidual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dh = rstd · (g - ĥ · mean_k(g · ĥ)) + dresidual, g = dn · weight, ĥ = h · rstd; dweight = sum_t dn · ĥ."""
     scaled = hidden.float() * rstd[:, None]
     gradient = dn.float() * weight.float()
     dhidden = rstd[:, None] * (gradient - scaled * (gradient * scaled).mean(-1, keepdim=True))

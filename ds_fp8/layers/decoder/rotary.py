@@ -4,8 +4,8 @@
     n = x · rsqrt(mean_d x² + eps) · weight                (optional, q and k: Qwen3)
     y = n · cos + rotate_half(n) · sin                     q and k (Su et al., arXiv 2104.09864)
 
-rotate_half([x1, x2]) = [-x2, x1] on the two halves of a head. q, k and v stay where the product wrote them: the result
-is three views [B, heads, S, D] of one matrix. Without head norms it is that of the product itself, rotated in place.
+rotate_half([x1, x2]) = [-x2, x1] on the two halves of a head. q, k and v are views [B, heads, S, D] of one matrix;
+without head norms the product's matrix is rotated in place.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+# (dqkv [B·S, N], dweight of the q norm and of the k norm)
 Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""(dqkv [B·S, N], dweight of the q norm, of the k norm)."""
 
 
 class HeadLayout(NamedTuple):
-    """Layout of q, k and v side by side in a matrix [B·S, (heads + 2 · kv_heads) · head_dim]."""
+    """q, k and v as the columns of a matrix [B·S, (heads + 2 · kv_heads) · head_dim]."""
 
     heads: int
     kv_heads: int
@@ -29,7 +29,6 @@ class HeadLayout(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return the numbers of columns of q, k and v."""
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
     def split(self, qkv: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,42 +46,24 @@ class HeadNorms(NamedTuple):
 
 
 class HeadTransform(NamedTuple):
-    """What is done to the product of q, k and v."""
+    """Arguments of `rotate`."""
 
-    cos: torch.Tensor
-    """[B or 1, S, D], as sin."""
-    sin: torch.Tensor
+    cos: torch.Tensor  # [B or 1, S, D]
+    sin: torch.Tensor  # [B or 1, S, D]
     layout: HeadLayout
-    bias: torch.Tensor | None = None
-    """[N]"""
+    bias: torch.Tensor | None = None  # [N]
     norms: HeadNorms | None = None
 
 
 def rotate(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-    """Transform the matrix qkv [B·S, N]; without norms in place, else into a new matrix."""
+    """Add the bias, norm and rotate the heads of qkv [B·S, N] in FP32, rounded once to its dtype.
+
+    On a GPU without norms in place, else into a new matrix.
+    """
     if qkv.device.type == "cuda":
         from ds_fp8.layers.decoder.rotary_triton import rotate_heads
 
-        return rotate_heads(qkv, *transform)
-    return rotate_reference(qkv, transform)
-
-
-def rotate_backward(
-    gradients: tuple[torch.Tensor, ...], transform: HeadTransform, qkv: torch.Tensor | None = None
-) -> Gradients:
-    """Return the gradients of `rotate` from those of q, k and v [B, heads, S, D].
-
-    With norms, `qkv` is the matrix before `rotate`.
-    """
-    if gradients[0].device.type == "cuda":
-        from ds_fp8.layers.decoder.rotary_triton import rotate_heads_backward
-
-        return rotate_heads_backward(gradients, qkv, *transform)
-    return rotate_backward_reference(gradients, transform, qkv)
-
-
-def rotate_reference(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
-    """Do `rotate` in plain torch, in FP32, rounded once to qkv's dtype; always a new matrix."""
+        return rotate_heads(qkv, transform)
     cos, sin, layout, bias, norms = transform
     x = qkv.float() if bias is None else qkv.float() + bias.float()
     length = cos.shape[1]
@@ -94,17 +75,21 @@ def rotate_reference(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tenso
     return torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in parts], -1).to(qkv.dtype)
 
 
-def rotate_backward_reference(
+def rotate_backward(
     gradients: tuple[torch.Tensor, ...], transform: HeadTransform, qkv: torch.Tensor | None = None
 ) -> Gradients:
-    """Do `rotate_backward` through torch's autograd over `rotate_reference`."""
+    """Return the gradients of `rotate` from those of q, k and v [B, heads, S, D]; norms need its input `qkv`."""
+    if gradients[0].device.type == "cuda":
+        from ds_fp8.layers.decoder.rotary_triton import rotate_heads_backward
+
+        return rotate_heads_backward(gradients, transform, qkv)
     grad, norms = torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in gradients], -1), transform.norms
     with torch.enable_grad():
-        # Without norms the rotation is linear: its gradient does not depend on where it is taken.
+        # without norms the rotation is linear: any qkv gives its gradient
         leaf = (torch.zeros_like(grad) if qkv is None else qkv.detach()).float().requires_grad_()
         if norms is not None:
             norms = HeadNorms(*(w.detach().float().requires_grad_() for w in norms[:2]), norms.eps)
-        result = rotate_reference(leaf, transform._replace(norms=norms))
+        result = rotate(leaf, transform._replace(norms=norms))
         inputs = [leaf] if norms is None else [leaf, norms.q, norms.k]
     dqkv, *dnorms = torch.autograd.grad(result, inputs, grad.float())
     dq_norm, dk_norm = dnorms or (None, None)
@@ -121,21 +106,20 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def restore_inverse_frequencies(model: nn.Module) -> list[str]:
-    """Compute inverse frequencies that are in 16 bits again, in FP32, as the model's own initialisation does.
+    """Recompute inverse frequencies that are in 16 bits in FP32, by the model's own initialisation.
 
-    Rounded to BF16, a frequency is off by up to 0.2%, and the angle at position 1000 by up to 2 radians. It happens to
-    models that were loaded under zero.Init, which makes every floating-point tensor in the dtype of the model, and to
-    those cast by `model.bfloat16()`.
+    BF16 rounds a frequency by up to 0.2%, and so the angle at position 1000 by up to 2 radians. zero.Init creates, and
+    `model.bfloat16()` converts to, 16-bit buffers.
 
     Returns:
-        Lines for the start report: what was restored, and what stays rounded because its module does not say how it is
-        computed. Empty where all was in FP32.
+        Lines for the start report: the restored modules, and those without an initialisation, whose frequencies stay
+        rounded. Empty if all were in FP32.
     """
     owners = {
         id(module): owner
         for owner in model.modules()
         if isinstance(owner, PreTrainedModel)
-        for module in owner.modules()  # an inner model comes later, and counts
+        for module in owner.modules()  # the innermost model comes last
     }
     restored, rounded = [], []
     for name, module in model.named_modules():

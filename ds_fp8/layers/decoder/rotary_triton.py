@@ -1,4 +1,4 @@
-"""Bias, head norm and rotary embedding of q, k and v, and the backward; rotary.py has maths and reference."""
+"""Bias, head norm and rotary embedding of q, k and v, and the backward; rotary.py has the maths and the reference."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS = 32
-"""Tokens of one program, which takes one head of each."""
+# rotary.HeadTransform: (cos, sin, layout, bias, norms)
+Norms = tuple[torch.Tensor, torch.Tensor, float]
+Transform = tuple[torch.Tensor, torch.Tensor, tuple[int, int, int], torch.Tensor | None, Norms | None]
+
+ROWS = 32  # tokens of a program, one head of each
 
 
 @triton.jit
@@ -21,7 +24,7 @@ def _load_half(x, at, inside, bias, column, d, half, BIAS: tl.constexpr):
 @triton.jit
 def _load_angles(cos, sin, t, S, stride_b, stride_s, d, half, inside):
     """Return (cos, sin of the first half of a head, cos, sin of the second) at tokens t, FP32."""
-    # Tokens are counted through all sequences: t // S is the sequence, t % S the position in it.
+    # t // S is the sequence, t % S the position in it
     angle = (t // S)[:, None] * stride_b + (t % S)[:, None] * stride_s + d[None, :]
     cos1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
     cos2 = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)
@@ -42,10 +45,9 @@ def _rotate_tiles(
     half: tl.constexpr = D // 2
     inside = (t < T)[:, None] & (d < half)[None, :]
     at = t[:, None].to(tl.int64) * stride + head * D + d[None, :]
-    #     x  = qkv + bias;   x = x / rms(x) * w  (where heads are normed)
+    #     x  = qkv + bias;   x = x / rms(x) * w                head norms
     #     y1 = x1 cos1 - x2 sin1;   y2 = x2 cos2 + x1 sin2     x1, x2: halves of a head
-    # v is neither normed nor rotated. In place where nothing but the rotation reads qkv: a program has read both halves
-    # of its head before it writes one.
+    # v is neither normed nor rotated. In place is safe: a program reads both halves of its head before it writes one.
     x1 = _load_half(qkv, at, inside, bias, head * D, d, half, BIAS)
     x2 = _load_half(qkv, at + half, inside, bias, head * D + half, d, half, BIAS)
     if head < HEADS + KV_HEADS:
@@ -64,20 +66,14 @@ def _rotate_tiles(
     tl.store(result + at + half, y2.to(result.dtype.element_ty), mask=inside)
 
 
-def rotate_heads(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: tuple[int, int, int],
-    bias: torch.Tensor | None,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
-) -> torch.Tensor:
-    """Do `rotate` of rotary.py on the GPU; qkv is contiguous."""
+def rotate_heads(qkv: torch.Tensor, transform: Transform) -> torch.Tensor:
+    """Compute rotary.rotate on the GPU; qkv is contiguous."""
     T, width = qkv.shape
-    # With head norms backward reads the product again, so that it must survive.
+    cos, sin, layout, bias, norms = transform
+    # backward of head norms reads qkv
     result = qkv if norms is None else torch.empty_like(qkv)
     if qkv.numel():
-        # v moves only where it changes: when there is a bias, or the result is another matrix.
+        # programs for v only with a bias, or where the result is another matrix
         heads, kv_heads, head_dim = layout
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         number = heads + kv_heads * (2 if bias is not None or norms is not None else 1)
@@ -97,7 +93,7 @@ def _rotate_tiles_backward(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr,
 ):
-    """Store dn = dy rotated back; dx = rstd * (g - x̂ * mean(g * x̂)) with g = dn * w; dnorm[block, head] = sum_t dn * x̂."""
+    """Rotate back: dn; dx = rstd * (g - x̂ * mean(g * x̂)) with g = dn * w; dnorm[block, head] = sum_t dn * x̂."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     d = tl.arange(0, HALF)
@@ -116,7 +112,7 @@ def _rotate_tiles_backward(
     y2 = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if head < HEADS + KV_HEADS:
         cos1, sin1, cos2, sin2 = _load_angles(cos, sin, t, S, cos_stride_b, cos_stride_s, d, half, inside)
-        # The transpose of forward's 2 x 2 matrix; its inverse only where cos and sin of both halves are equal.
+        # the transpose of forward's 2 x 2 matrix, its inverse only if both halves have the same cos and sin
         n1 = y1 * cos1 + y2 * sin2
         n2 = y2 * cos2 - y1 * sin1
         if NORM:
@@ -126,7 +122,7 @@ def _rotate_tiles_backward(
             rstd = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
             x1 *= rstd
             x2 *= rstd
-            # A row for each block of tokens and head: atomics would add in another order in every run.
+            # One row per block of tokens and head: atomics would add in another order in every run.
             partial = dnorm + (tl.program_id(0) * (HEADS + KV_HEADS) + head).to(tl.int64) * D + d
             tl.store(partial, tl.sum(n1 * x1, 0), mask=d < half)
             tl.store(partial + half, tl.sum(n2 * x2, 0), mask=d < half)
@@ -143,17 +139,11 @@ def _rotate_tiles_backward(
 
 
 def rotate_heads_backward(
-    gradients: tuple[torch.Tensor, ...],
-    qkv: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layout: tuple[int, int, int],
-    bias: torch.Tensor | None,
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    gradients: tuple[torch.Tensor, ...], transform: Transform, qkv: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Do `rotate_backward` of rotary.py on the GPU."""
-    # Attention returns them [B, heads, S, D] seen through a transpose, or not; the kernel takes any strides but within
-    # a head.
+    """Compute rotary.rotate_backward on the GPU."""
+    cos, sin, layout, bias, norms = transform
+    # attention returns [B, heads, S, D] transposed or not: the kernel takes any strides, 1 within a head
     gradients = tuple(part if part.stride(-1) == 1 else part.contiguous() for part in gradients)
     batch, _, length, _ = gradients[0].shape
     heads, kv_heads, head_dim = layout
@@ -177,7 +167,6 @@ def rotate_heads_backward(
 
 
 def _angles(cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Return cos and sin of one memory layout, and their strides per sequence (0 where all share one) and per position."""
-    # One pair of strides for both; a stride of 0 lets all sequences of a batch read the same angles.
+    """Return cos and sin with equal strides, and these per sequence (0: all share the angles) and per position."""
     cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin, (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))

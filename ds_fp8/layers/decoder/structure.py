@@ -1,15 +1,13 @@
-"""Recognise decoder layers and MLPs that can be fused: by their parts, and by a trial on random weights.
+"""Decoder layers and MLPs that can be fused: recognised by their parts and by a trial run on random weights.
 
-A layer with the right parts may still do something else with them (scale its residual, norm after the product, rotate
-half of a head). So its own forward runs, on the CPU and in FP32, on a stand-in: the same object with every matrix
-replaced by a small random one. Only where the result is that of the plain formula may the fused forward take its place:
-at small magnitudes, where eps counts, at large ones, where models clamp, and at positions far out, where some scale the
-queries. What shows neither there nor in the arguments of attention, such as the length of a row, a trial does not find.
+A layer with the right parts may compute something else (scale its residual, norm after the product, rotate half of a
+head). So its own forward runs, on the CPU in FP32, on a stand-in: a shallow copy with small random matrices. The layer
+is fused only if the result is that of the plain formula: at small magnitudes (eps), at large ones (clamping), and at
+far positions (scaled queries). A dependence on the row length, say, stays undetected.
 
-A fused forward computes with the weights of its submodules, of plain LoRA around them too, and calls none of them, so
-that hooks, other adapters and other forwards on one of these would silently not run. Conversion refuses to fuse what
-carries such an attachment already; a fused module looks again at every forward (`Parts`), and calls its modules where
-something has come.
+A fused forward reads the weights of its submodules, also inside plain LoRA, and calls none of them: hooks, other
+adapters and replaced forwards would silently not run. Modules with such attachments are not fused; a fused module
+checks for new ones in every forward (`PartsSnapshot`), and then calls its submodules.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import first_line
 from ds_fp8.layers.attention.format import window_of
-from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate_reference
+from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, rotate
 from ds_fp8.layers.linear.adapters import is_lora, why_not_plain
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, activate, gating_of
 from ds_fp8.layers.linear.linear import FP8Linear, base_of
 
 
 def attachment_of(module: nn.Module) -> str | None:
-    """Return, in words, what is attached to a module and only calling it would run, or None."""
+    """Return a description of what only a call of the module would run, or None."""
     if "forward" in vars(module):
         return "a forward set on the instance"
     if module._forward_hooks or module._forward_pre_hooks:
@@ -49,11 +47,11 @@ def attachment_of(module: nn.Module) -> str | None:
     return None
 
 
-class Parts:
-    """The submodules of a module, as they were when its forward was fused."""
+class PartsSnapshot:
+    """The submodules of a module when its forward was fused, to find later changes."""
 
     def __init__(self, root: nn.Module, called: Collection[str] = ()):
-        # `called`: names of children that the fused forward calls, as the module's own does: whatever they carry runs.
+        # called: children that the fused forward calls, whose attachments run
         self._parts = [
             (owner._modules, own_name, part, type(part), f"{name}.{own_name}".lstrip("."))
             for name, owner in root.named_modules()
@@ -61,20 +59,20 @@ class Parts:
             if f"{name}.{own_name}".lstrip(".").split(".")[0] not in called
         ]
         self._lora = [(name, part) for _, _, part, _, name in self._parts if is_lora(part)]
-        self._said = False
+        self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without classes, some of which were made at run time: pickle would not find them by their names.
+        # without classes: pickle does not find those made at run time
         return vars(self) | {"_parts": [(siblings, own, part, name) for siblings, own, part, _, name in self._parts]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._parts = [(siblings, own, part, type(part), name) for siblings, own, part, name in self._parts]
 
-    def attachment(self) -> str | None:
-        """Return the attachment added since, with the name of the submodule, or None."""
+    def change(self) -> str | None:
+        """Return what was replaced or attached since, or None."""
         for siblings, own_name, part, kind, name in self._parts:
-            # Looked up in the owner's dictionary: getattr of a module is slow, and this runs in every forward.
+            # in the owner's dictionary: getattr of a module is slow, and this runs in every forward
             now = siblings.get(own_name)
             if now is not part or type(part) is not kind:
                 return f"{name} was replaced by a {type(now).__module__}.{type(now).__qualname__}"
@@ -87,47 +85,41 @@ class Parts:
                 return f"{name} has an adapter beyond plain LoRA ({found})"
         return None
 
-    def must_be_called(self) -> bool:
-        """Return whether the modules have to be called, because of an attachment; warn when that is seen first."""
-        found = self.attachment()
-        if found is None:
-            return False
-        if not self._said:
-            self._said = True
-            text = f"fused layers call their modules one by one, in FP8 still: {found}, which they would not call"
-            warnings.warn(text, stacklevel=2)  # Python shows a text once: not for every layer of the same attachment
-        return True
+    def changed(self) -> bool:
+        """Return whether the submodules have to be called because of a change; warn at the first."""
+        found = self.change()
+        if found is not None and not self._warned:
+            self._warned = True
+            text = f"fused layers call their modules one by one, still in FP8: {found}, which a fused forward skips"
+            warnings.warn(text, stacklevel=2)
+        return found is not None
 
 
-TOLERANCE = 1e-4
-"""Relative difference in FP32 up to which two forwards are the same."""
+TOLERANCE = 1e-4  # largest relative difference in FP32 of equal forwards
 
+# (magnitude of the inputs, factor on the trial before, first position)
 TRIALS = ((1.0, 1.0, 0), (1e3, 1e3, 10**6), (1e-3, 1e-6, 10**6))
-"""Magnitude of the inputs of each trial, its factor over the trial before, and the first position."""
 
-HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 6
-"""Sizes of the stand-in; its heads are as large and as many as the layer's own."""
+HIDDEN, INTERMEDIATE, TOKENS = 32, 48, 6  # of the stand-in, whose heads are the layer's
 
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj"}
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-MLP_HALF = {"mlp", "post_attention_layernorm"}
-"""Parts of a layer that are called where its attention half alone is fused."""
-IN_PLACE = re.compile(r"\w\.[a-z]\w*[a-z]_\(|[-+*/]= ")
-"""A call such as x.add_( or an operation such as x += y."""
+MLP_HALF = {"mlp", "post_attention_layernorm"}  # called if the attention half alone is fused
+IN_PLACE = re.compile(r"\w\.[a-z]\w*[a-z]_\(|[-+*/]= ")  # x.add_( or x += y
 
 
 class Unfusable(Exception):
-    """The reason that a part keeps its own forward."""
+    """Why a layer or MLP is not fused."""
 
 
 def head_layout_of(attention: nn.Module) -> HeadLayout:
-    """Return the heads of an attention with q_proj, k_proj, v_proj and o_proj. Raises Unfusable for any other."""
+    """Return the heads of an attention with q_proj, k_proj, v_proj and o_proj. Raises Unfusable."""
     parts = dict(attention.named_children())
     _expect(parts, ATTENTION_PARTS, HEAD_NORMS, "attention")
     q, k, v, o = (_fp8_linear(parts[name], name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-    # Asked, not computed from hidden size and heads: several models have heads of another size.
+    # not hidden size / heads: several models have heads of another size
     head_dim = getattr(attention, "head_dim", None)
     defined = all(hasattr(attention, name) for name in ("config", "scaling", "attention_dropout"))
     if not isinstance(head_dim, int) or not defined:
@@ -164,9 +156,9 @@ def gated_activation_of(mlp: nn.Module) -> str:
 
 
 def changes_in_place(module: nn.Module) -> bool:
-    """Return whether the forward of a module, by its source, changes any tensor in place.
+    """Return whether the source of a module's forward has in-place operations.
 
-    The output of a ZeRO-3 leaf module passes through a hook of autograd, whose result must not be changed.
+    The output of a ZeRO-3 leaf module is the view of an autograd function, which must not be changed in place.
     """
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
@@ -176,9 +168,8 @@ def changes_in_place(module: nn.Module) -> bool:
 
 
 def norm_eps(norm: nn.Module) -> float:
-    """Return eps of an RMSNorm under either of its usual names. Raises Unfusable."""
     if type(norm).__module__.startswith("peft."):
-        raise Unfusable(f"a norm carries an adapter ({type(norm).__name__}), which a fused forward would not run")
+        raise Unfusable(f"a norm carries an adapter ({type(norm).__name__}), which a fused forward skips")
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(norm, name, None), float):
             return getattr(norm, name)
@@ -186,25 +177,25 @@ def norm_eps(norm: nn.Module) -> float:
 
 
 @torch.no_grad()
-def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) -> bool:
+def verify_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) -> bool:
     """Compare the layer's own forward with the formula; return whether it returns a tuple. Raises Unfusable.
 
-    `activation`: of its gated MLP; None: its MLP, whatever that computes, is called.
+    activation: of its gated MLP; None: the MLP is called, whatever it computes.
     """
     called = MLP_HALF if activation is None else set()
     _expect(dict(layer.named_children()), LAYER_PARTS, set(), "layer", called)
     attention = layer.self_attn
     small_attention = _stand_in(attention)
     small_attention.config = copy.copy(attention.config)
-    # On a copy of the configuration: the model's own attention may need a GPU or a mask.
+    # the model's own attention implementation may need a GPU or a mask
     small_attention.config._attn_implementation = "sdpa"
-    small_attention.attention_dropout = 0.0  # the fused layer has it: it is an argument of the attention core
+    small_attention.attention_dropout = 0.0  # an argument of the attention in the fused layer too
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         for name in ATTENTION_PARTS:
             part = getattr(attention, name)
             sizes = (part.in_features, HIDDEN) if name == "o_proj" else (HIDDEN, part.out_features)
-            # Small along the hidden size only: heads keep their size and number, which the layer's code may rely on.
+            # small along the hidden size only: the layer's code may rely on the size and number of heads
             setattr(small_attention, name, nn.Linear(*sizes, bias=part.bias is not None))
         for name in HEAD_NORMS & dict(attention.named_children()).keys():
             setattr(small_attention, name, _small_norm(getattr(attention, name), layout.head_dim))
@@ -214,7 +205,7 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(small, name, _small_norm(getattr(layer, name), HIDDEN))
         x = torch.randn(2, TOKENS, HIDDEN)
-        # Random angles, the same for both halves of a head: a forward that rotates other pairs gives another result.
+        # random angles, equal for both halves of a head: shows a forward that rotates other pairs
         angle = torch.rand(1, TOKENS, layout.head_dim // 2) * 6
         rotation = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
         positions = torch.arange(TOKENS)[None]
@@ -229,9 +220,8 @@ def prove_layer(layer: nn.Module, layout: HeadLayout, activation: str | None) ->
 
 
 def _resize(layer: nn.Module, factor: float) -> None:
-    """Multiply what a layer computes inside, behind norms that undo the size of its input."""
-    # k is divided by what q is multiplied by, or attention would choose a token by the last bits of its scores; and
-    # down_proj by one of the two factors of what gate and up give.
+    # Scales the activations inside, which norms make independent of the input's magnitude. k is divided by q's factor,
+    # to keep the attention scores; down_proj by one of the two factors that gate and up bring.
     up, down = ("q_proj", "q_norm", "v_proj", "post_attention_layernorm"), ("k_proj", "k_norm", "down_proj")
     factors = dict.fromkeys(up, factor) | dict.fromkeys(down, 1 / factor)
     for name, parameter in layer.named_parameters():
@@ -239,7 +229,7 @@ def _resize(layer: nn.Module, factor: float) -> None:
 
 
 @torch.no_grad()
-def prove_mlp(mlp: nn.Module, activation: str) -> None:
+def verify_mlp(mlp: nn.Module, activation: str) -> None:
     """Compare the MLP's own forward with the formula. Raises Unfusable."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
@@ -250,9 +240,9 @@ def prove_mlp(mlp: nn.Module, activation: str) -> None:
 
 @contextlib.contextmanager
 def _plain_attention(attention: nn.Module) -> Iterator[None]:
-    """Keep transformers' own attention under "sdpa", where DeepSpeed-Ulysses puts one that talks to other ranks.
+    """Register transformers' attention as "sdpa", where DeepSpeed-Ulysses has one with collectives.
 
-    Refuses what "sdpa" does not read and other functions do: a window that is not the module's, a cap of the scores.
+    Raises Unfusable for arguments that "sdpa" ignores: another window than the module's, a cap of the scores.
     """
     registered, window = ALL_ATTENTION_FUNCTIONS["sdpa"], window_of(attention)
 
@@ -277,13 +267,12 @@ def _layer_reference(
     layout: HeadLayout,
     activation: str | None,
 ) -> torch.Tensor:
-    """Return the fused layer's result, computed in plain torch."""
     attention, (batch, length, _), norms = layer.self_attn, x.shape, None
     n = _norm(x, layer.input_layernorm).flatten(0, 1)
     qkv = torch.cat([getattr(attention, name)(n) for name in ("q_proj", "k_proj", "v_proj")], -1)
     if hasattr(attention, "q_norm"):
         norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight, norm_eps(attention.q_norm))
-    q, k, v = layout.split(rotate_reference(qkv, HeadTransform(*rotation, layout, None, norms)), batch, length)
+    q, k, v = layout.split(rotate(qkv, HeadTransform(*rotation, layout, None, norms)), batch, length)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=True)
     hidden = x + attention.o_proj(o.transpose(1, 2).reshape(batch, length, -1))
     normed = _norm(hidden, layer.post_attention_layernorm)
@@ -299,7 +288,7 @@ def _norm(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
 
 
 def _stand_in(module: nn.Module) -> Any:
-    """Return the module without parameters, buffers and parts; in training, so that dropout shows."""
+    """Return a shallow copy without parameters, buffers and submodules; in training, to show dropout."""
     result = copy.copy(module)
     result.__dict__ = {**module.__dict__, "_parameters": {}, "_buffers": {}, "_modules": {}, "training": True}
     return result
@@ -316,7 +305,7 @@ def _small_mlp(mlp: nn.Module) -> nn.Module:
 
 
 def _small_norm(norm: nn.Module, size: int) -> nn.Module:
-    norm_eps(norm)  # raises for what is no plain norm
+    norm_eps(norm)  # raises for others than plain norms
     small = _stand_in(norm)
     small.weight = nn.Parameter(torch.rand(size) + 0.5)
     if hasattr(norm, "normalized_shape"):
@@ -349,14 +338,14 @@ def _expect(
     for name, part in parts.items():
         for inner in part.modules() if name not in called else ():
             if (found := attachment_of(inner)) is not None:
-                raise Unfusable(f"{name} of its {what} has {found}, which a fused forward would not run")
+                raise Unfusable(f"{name} of its {what} has {found}, which a fused forward skips")
 
 
 def _fp8_linear(module: nn.Module, name: str) -> FP8Linear:
-    """Return the FP8Linear that a module is, or that plain LoRA is around."""
+    """Return the FP8Linear that is a module, or inside its plain LoRA."""
     adapted = hasattr(module, "base_layer") or type(module).__module__.startswith("peft.")
     if adapted and (what := why_not_plain(module)) is not None:
-        raise Unfusable(f"{name} carries an adapter beyond plain LoRA ({what}), which a fused forward would not run")
+        raise Unfusable(f"{name} carries an adapter beyond plain LoRA ({what}), which a fused forward skips")
     if not isinstance(base_of(module), FP8Linear):
         raise Unfusable(f"{name} is not computed in FP8")
     return base_of(module)

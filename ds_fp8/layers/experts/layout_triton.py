@@ -1,12 +1,12 @@
-"""layout.py in Triton: a stable counting sort of the pairs by expert, permute_cast and unpermute.
+"""layout.py in Triton: a stable counting sort of the pairs by expert, permute_quantize and unpermute.
 
     counts  [E, chunks]  the pairs of each expert in each chunk of pairs         _count_pairs
-    through [E, chunks]  the same up to and with the chunk                       torch.cumsum
+    through [E, chunks]  their running sum over the chunks                       torch.cumsum
     row of a pair = first row of its expert                                      _plan_rows
                   + pairs of its expert in earlier chunks + in its chunk before it   _place_pairs
 
-Every pair has a row of its own: no atomic operation decides about an order. The casts are those of
-casts/quantization_triton.py, of a tile whose rows are gathered; every byte is read and written once.
+The order is fixed: no atomics. Quantization is that of casts/quantization_triton.py; every byte is read and written
+once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from ds_fp8.casts.primitives_triton import (
 )
 from ds_fp8.config.formats import BLOCK
 
-CELLS = 16384
-"""Pairs of a chunk times experts: the comparisons that a program holds."""
-TILES = 64
-"""Tiles of rows whose experts one program finds."""
+CELLS = 16384  # pairs of a chunk x experts: comparisons of one program
+TILES = 64  # tiles of rows per program of _plan_rows
 
 
 @triton.jit
 def _is_of_expert(index, pairs, E, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Return (the pairs of this program's chunk, which of them chose which expert as int32 [CHUNK, EXPERTS])."""
+    """Return the pairs of the program's chunk and whether each chose each expert, int32 [CHUNK, EXPERTS]."""
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     expert = tl.arange(0, EXPERTS)
     chosen = tl.load(index + pair, mask=pair < pairs, other=-1)
@@ -74,10 +72,9 @@ def _place_pairs(
     pair, ours = _is_of_expert(index, pairs, E, CHUNK, EXPERTS)
     expert = tl.arange(0, EXPERTS)
     at = expert * chunks + tl.program_id(0)
-    # Up to and with this chunk, less this chunk's own.
     earlier = tl.load(through + at, mask=expert < E, other=0) - tl.load(counts + at, mask=expert < E, other=0)
     first = tl.load(starts + expert, mask=expert < E, other=0) + earlier
-    # One expert of a pair at most is 1 in `ours`: the sum picks that expert's row.
+    # at most one expert of a pair is 1 in `ours`: the sum picks its row
     row = tl.sum(ours * (first[None, :] + tl.cumsum(ours, 0) - 1), 1)
     row = tl.where(tl.sum(ours, 1) > 0, row, -1)
     tl.store(place + pair, row, mask=pair < pairs)
@@ -85,10 +82,9 @@ def _place_pairs(
 
 
 def lay_out(index: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, ...]:
-    """Return the fields of ExpertLayout, of so many rows, for at least one pair."""
+    """Return the fields of an ExpertLayout of `rows` rows, for at least one pair."""
     pairs, device, index = index.numel(), index.device, index.contiguous()
-    # Triton's ranges are powers of two; what lies beyond E is masked.
-    width = triton.next_power_of_2(experts)
+    width = triton.next_power_of_2(experts)  # Triton's ranges are powers of two
     chunk = min(max(CELLS // width, 16), 1024)
     chunks, tiles = triton.cdiv(pairs, chunk), rows // BLOCK
     integers = {"dtype": torch.int32, "device": device}
@@ -106,9 +102,8 @@ def lay_out(index: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor,
 
 
 @triton.jit
-def _gathered(x, source, m, k, stride_m, CHOICES: tl.constexpr):
-    """Return the FP32 tile of the tokens in rows m, columns k; zeros in rows without one."""
-    # One index a row, read by all programs of that row's tiles: it stays in the L2 cache.
+def _permuted(x, source, m, k, stride_m, CHOICES: tl.constexpr):
+    """Return the FP32 tile of permuted tokens at rows m, columns k; zeros in padding."""
     pair = tl.load(source + m)
     address = x + (pair // CHOICES)[:, None].to(tl.int64) * stride_m + k[None, :]
     return tl.load(address, mask=(pair >= 0)[:, None], other=0.0).to(tl.float32)
@@ -125,17 +120,17 @@ def _permute_tiles(
     first_m = tl.program_id(1) * 128
     if COLUMNWISE == NONE:
         m = first_m + tl.arange(0, 128)
-        tile = _gathered(x, source, m, k, stride_m, CHOICES)
+        tile = _permuted(x, source, m, k, stride_m, CHOICES)
         store_cast(
             tile, k, m, K, R, row_data, K, row_scale, None, row_scale_along, row_scale_across,
             1, GROUP, DTYPE, LARGEST, SMALLEST, POW2, True,
         )
     else:
-        m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
-        x0 = _gathered(x, source, m, k, stride_m, CHOICES)
-        x1 = _gathered(x, source, m + 1, k, stride_m, CHOICES)
-        x2 = _gathered(x, source, m + 2, k, stride_m, CHOICES)
-        x3 = _gathered(x, source, m + 3, k, stride_m, CHOICES)
+        m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... in separate tensors, for store_cast_columnwise
+        x0 = _permuted(x, source, m, k, stride_m, CHOICES)
+        x1 = _permuted(x, source, m + 1, k, stride_m, CHOICES)
+        x2 = _permuted(x, source, m + 2, k, stride_m, CHOICES)
+        x3 = _permuted(x, source, m + 3, k, stride_m, CHOICES)
         if ROWWISE != NONE:
             store_cast_rowwise(
                 x0, x1, x2, x3, first_m, k, R, K, row_data, K, row_scale, None, row_scale_along, row_scale_across,
@@ -168,7 +163,7 @@ def permute_tiles(
     columnwise: str | None,
     scale: str,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """Compute permute_cast; the sides of its results are multiples of 128."""
+    """Compute permute_quantize; the sides of its results are multiples of 128."""
     x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
     R, K = len(source), x.shape[1]
     row = empty_result(R, K, format, rowwise, scale, x.device)
@@ -186,7 +181,7 @@ def sum_rows(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     H = rows.shape[1]
     result = torch.empty(T, H, dtype=rows.dtype, device=rows.device)
     if T:
-        # One program sums all rows of a token for these features, so no atomics: the order is that of the choices.
+        # one program sums all rows of a token, in the order of the choices, without atomics
         width = min(1024, triton.next_power_of_2(H))
         _sum_rows[T, triton.cdiv(H, width)](
             rows.contiguous(), place, result, H, CHOICES=k, WIDTH=width, num_warps=4

@@ -1,7 +1,4 @@
-"""Selection of experts: which are gathered and multiplied in FP8, by which recipe, and why the others are not.
-
-Experts are 3-D parameters [E, N, K] of one module, as transformers stores them.
-"""
+"""Selection of the experts that are all-gathered and multiplied in FP8: 3-D parameters [E, N, K] of one module."""
 
 from __future__ import annotations
 
@@ -18,15 +15,14 @@ from ds_fp8.layers.experts.adapters import wrappers_of, wraps_parameter
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.selection import first_matches, named_by_user
 
+# attributes of experts of transformers' ExpertsInterface
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""Attributes of the experts that transformers can compute in several ways (its ExpertsInterface)."""
 
-GRANULARITY = "128x128"
-"""Elements of experts that share a scale, whatever the linears' is: such blocks serve both products of a weight."""
+GRANULARITY = "128x128"  # whatever the linears' is: blocks serve fprop and dgrad
 
 
 def expert_weights(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of experts that a module of this name has itself, by their own names: 3-D parameters."""
+    """Return the 3-D parameters by name that a module of experts (by its name or class) has itself."""
     if "expert" not in f"{name} {type(module).__name__}".lower():
         return {}
     found = {own: parameter for own, parameter in module._parameters.items() if parameter is not None}
@@ -40,6 +36,7 @@ def names_of_experts(model: nn.Module) -> list[str]:
 
 
 def experts_left(model: nn.Module, plan: GroupPlan) -> dict[str, str]:
+    """Return the weights of experts that stay in BF16, by name with the reason."""
     names = names_of_experts(model)
     by_user, override_of = named_by_user(names, plan), first_matches(names, plan.overrides)
     modules, left = dict(model.named_modules()), {}
@@ -64,14 +61,14 @@ def experts_left(model: nn.Module, plan: GroupPlan) -> dict[str, str]:
 
 def _objection(module: nn.Module, weight: nn.Parameter, around: Sequence[nn.Module]) -> str | None:
     if any(not hasattr(module, attribute) for attribute in INTERFACE):
-        return f"{type(module).__name__} is not of transformers' interface of experts"
+        return f"{type(module).__name__} does not follow transformers' ExpertsInterface"
     if module.is_transposed:
         return "stored transposed"
     if "forward" in vars(module):
         return "have a forward set on the instance"
     others = [part for part in around if type(part).__module__.startswith("peft.") and not wraps_parameter(part)]
     if "parametrizations" in module._modules or others:
-        return "carry an adapter that is no LoRA of their parameters"
+        return "carry an adapter other than LoRA on their parameters"
     if shape_of(weight)[0] == 1 and any(map(wraps_parameter, around)):
         return "carry an adapter, and there is one expert"
     if not weight.is_floating_point():
@@ -86,23 +83,23 @@ def cast_of_experts(cast: CastSpec) -> CastSpec:
     return cast.in_granularity(GRANULARITY)
 
 
-def recipe_of_experts(recipe: LinearRecipe, site: str) -> LinearRecipe:
-    """Return the recipe of experts where linears have `recipe`: weights in blocks, and no outlier channels."""
+def recipe_of_experts(recipe: LinearRecipe, name: str) -> LinearRecipe:
+    """Return the recipe of experts from the linears': weights in blocks, no outlier channels."""
     weight = cast_of_experts(recipe.weight)
-    return replace(recipe, weight=weight, site=site, outliers=None, outlier_channels=0)
+    return replace(recipe, weight=weight, site=name, outliers=None, outlier_channels=0)
 
 
 def multiplies_experts(expert_products: str, backend: str) -> bool:
-    # On Hopper, where these backends multiply blocks, the kernels of groups have been measured; on Blackwell they have
-    # not run. Where linears are emulated they are slower than decoding.
+    # "auto": the grouped kernels are measured on Hopper, where these backends multiply blocks, and never ran on
+    # Blackwell. Emulated, they are slower than dequantizing.
     return expert_products == "fp8" or (expert_products == "auto" and backend in ("cublas", "deep_gemm"))
 
 
 def backend_of_experts(expert_products: str, backend: str) -> str:
-    # DeepGEMM's products of groups have not run: they must be asked for.
+    # DeepGEMM's grouped products never ran: not by "auto"
     return "cublas" if expert_products == "auto" and backend == "deep_gemm" else backend
 
 
 def shape_of(parameter: torch.Tensor | None) -> torch.Size:
-    """Return the shape of a parameter, also of one that deepspeed.zero.Init has partitioned; empty for None."""
+    """Return the full shape of a parameter, sharded by ZeRO-3 or not; empty for None."""
     return torch.Size() if parameter is None else getattr(parameter, "ds_shape", parameter.shape)

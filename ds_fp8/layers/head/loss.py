@@ -1,10 +1,9 @@
-"""The loss of a live Hugging Face model without its logits, through ds_fp8.layers.head.cross_entropy.
+"""The loss of a Hugging Face model without logits in memory (cross_entropy.py), in the model's own forward.
 
-The model's own forward still runs. When it is given labels in training its head returns `WithheldLogits`, which hold
-the summed loss and can do nothing else, and its `loss_function` takes the loss out of them. In evaluation the logits
-are there for metrics computed from them, except with `skip_logits=True`, as in Liger's forwards and Trainer. A
-model that works on its logits before the loss (scaling, capping) cannot do so with withheld ones, which `fuse_loss`
-finds by running the model's forward on a few tokens; such a model is left as it is.
+With labels in training the head returns `WithheldLogits`, which hold the summed loss alone, and `loss_function` reads
+the loss from them. In evaluation the logits exist, for metrics, except with `skip_logits=True`, as in Liger's forwards
+and Trainer. A model that changes its logits before the loss (scaling, capping) keeps its loss: `fuse_loss` finds out by
+a trial run on a few tokens.
 """
 
 from __future__ import annotations
@@ -29,24 +28,23 @@ from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.layers.head.cross_entropy import IGNORED, implementation, linear_cross_entropy
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
-PROBE_TOLERANCE = 1e-4
-"""Relative difference in FP32 up to which a model with and without logits counts as the same."""
+PROBE_TOLERANCE = 1e-4  # largest relative difference in FP32 of equal losses and gradients
 
 
 class WithheldLogits(dict):
-    """The fused head's stand-in for logits: {"loss": summed loss, FP32 scalar}. Arithmetic on it is a TypeError."""
+    """{"loss": summed loss, FP32 scalar}, in place of logits. Arithmetic on it is a TypeError."""
 
 
 class NoLogitsError(UserError, AttributeError):
-    """Logits are used that were not made; for hasattr and copying an AttributeError like others."""
+    """Use of logits that do not exist; an AttributeError for hasattr and copying."""
 
 
 class NoLogits:
-    """What outputs hold as `logits` where the loss was computed without them: any use says how to get them."""
+    """`logits` of an output without logits: any use raises NoLogitsError."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NoLogitsError(
-            "the loss was computed without logits, and so this output has none",
+            "the loss was computed without logits: this output has none",
             key="fp8.loss.mode",
             remedy='"loss": {"mode": "off"}, or for one call skip_logits=False or no labels',
         )
@@ -72,16 +70,15 @@ NO_LOGITS = NoLogits()
 
 
 class FusedHead(nn.Linear):
-    """nn.Linear without bias that, while `targets` (int64 [T]) are set, returns WithheldLogits of its T tokens."""
+    """nn.Linear without bias; returns WithheldLogits while `targets` are set."""
 
-    targets: torch.Tensor | None = None
-    recipe: LinearRecipe | None = None
-    """Casts of the operands of the loss's products; None: not cast. Logits that are asked for stay BF16."""
+    targets: torch.Tensor | None = None  # int64 [T]
+    recipe: LinearRecipe | None = None  # of the loss's products; None: BF16, as returned logits always are
 
     def forward(self, input: torch.Tensor) -> torch.Tensor | WithheldLogits:
         if self.targets is None:
             return super().forward(input)
-        # Within the call of this module, because here is where ZeRO-3 has its weight gathered.
+        # in this module's forward, where ZeRO-3 has its weight unsharded
         hidden = input.reshape(-1, input.shape[-1])
         targets = self.targets.to(hidden.device)
         return WithheldLogits(loss=linear_cross_entropy(hidden, self.weight, targets, self.recipe))
@@ -90,23 +87,22 @@ class FusedHead(nn.Linear):
 @dataclass(frozen=True)
 class LossFusion:
     fused: bool
-    description: str
-    """One line for the start report: how the loss is computed, or why it was left as it is."""
+    description: str  # for the start report
 
 
 def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusion:
-    """Make a model, or what PEFT wraps in it, compute its loss without logits, in place, where that changes nothing.
+    """Fuse the head and the loss of a model (also inside PEFT) in place, if the loss stays Hugging Face's.
 
-    Given labels the model then returns `loss` and NO_LOGITS, in training by default and with `skip_logits=True`; with
-    `skip_logits=False` and without labels nothing changes. The loss is Hugging Face's for causal language models, with
-    `num_items_in_batch` and `shift_labels`. Parameters, their names, the names of classes and isinstance stay what they
-    were. With a recipe the head's products of the loss are in FP8.
+    With labels the model returns `loss` and NO_LOGITS, in training by default, in evaluation with `skip_logits=True`;
+    without labels or with `skip_logits=False` nothing changes. The loss is that of causal language models, with
+    `num_items_in_batch` and `shift_labels`. Parameters, their names, class names and isinstance stay the same. With a
+    recipe the loss's products are in FP8.
     """
     if any(adapter.peft_type == "CPT" for adapter in getattr(model, "peft_config", {}).values()):
         return LossFusion(False, "that of PEFT's CPT, which reads logits")
     model = _unwrapped(model)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    # A forward on the instance hides that of the class, so that a swapped class would change nothing.
+    # a forward on the instance hides that of another class
     if "forward" in vars(model) or (head is not None and "forward" in vars(head)):
         return LossFusion(False, "the model's own forward, which has been replaced on the instance")
     if type(head) is not FusedHead:
@@ -114,13 +110,13 @@ def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusio
         if reason:
             return LossFusion(False, f"Hugging Face's own, over all logits: {reason}")
         _swap_classes(model, head)
-    # Also where it is fused already: a second call changes only how the products are cast.
+    # a second call changes the recipe alone
     head.recipe = recipe
     return LossFusion(True, f"without logits, {implementation(recipe)}")
 
 
 def withholds_logits(model: nn.Module) -> bool:
-    """Return whether `model`, or what PEFT wraps in it, takes `skip_logits=True`."""
+    """Return whether a model, also inside PEFT, takes `skip_logits=True`."""
     model = _unwrapped(model)
     return isinstance(model, PreTrainedModel) and type(model.get_output_embeddings()) is FusedHead
 
@@ -134,10 +130,10 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
     if not isinstance(model, PreTrainedModel):
         return f"{kind} is not a model of transformers"
     if type(head) is not nn.Linear or head.bias is not None:
-        return f"its head is no plain linear without bias ({type(head).__module__}.{type(head).__name__})"
+        return f"its head is not nn.Linear without bias ({type(head).__module__}.{type(head).__name__})"
     if model.loss_function is not ForCausalLMLoss:
         return "it has a custom loss function"
-    # Both must be children of the model itself: the trial below puts stand-ins in their places.
+    # both must be children of the model: the trial replaces them by stand-ins
     children = list(model.children())
     if not any(child is head for child in children) or not any(child is model.base_model for child in children):
         return f"{kind} has no separate modules for its decoder and its head"
@@ -145,7 +141,7 @@ def _structural_objection(model: nn.Module, head: nn.Module | None) -> str | Non
 
 
 class _FixedDecoder(nn.Module):
-    """Stands in for a decoder: the same hidden states [B, T, H] for any arguments."""
+    """A decoder that returns fixed hidden states [B, T, H]."""
 
     def __init__(self, hidden: torch.Tensor):
         super().__init__()
@@ -156,12 +152,12 @@ class _FixedDecoder(nn.Module):
 
 
 def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | None:
-    """Return how the fused loss would change this model's result, or None.
+    """Return how the fused loss would differ from this model's, or None.
 
-    Between decoder and loss nothing depends on the hidden size, so a shallow copy of the model with a narrow head and
-    fixed hidden states runs the very code in question in no time, wherever the parameters are.
+    Runs the model's forward on a shallow copy with a narrow head and fixed hidden states: nothing between decoder and
+    loss depends on the hidden size.
     """
-    # More than one row, so that labels shifted across rows would show.
+    # two rows, to show labels shifted across rows
     rows, tokens, width = 2, 5, 4
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
@@ -170,34 +166,34 @@ def _behavioural_objection(model: PreTrainedModel, head: nn.Linear) -> str | Non
         nn.init.normal_(narrow.weight)
         ids, shifted = torch.randint(0, head.out_features, (2, rows, tokens), device="cpu")
         labels = ids.clone()
-        # A token without loss in each: models that average over all tokens give another loss.
+        # a token without loss in each, to show averages over all tokens
         labels[0, 2] = shifted[1, 1] = IGNORED
 
-        twin = copy.copy(model)
+        trial = copy.copy(model)
         stand_ins = {id(head): narrow, id(model.base_model): _FixedDecoder(hidden)}
-        twin._modules = {name: stand_ins.get(id(child), child) for name, child in model._modules.items()}
+        trial._modules = {name: stand_ins.get(id(child), child) for name, child in model._modules.items()}
 
         def loss_and_gradients(**more: Any) -> list[torch.Tensor]:
-            # Not through __call__: hooks of the model are not meant for this copy.
-            loss = twin.forward(input_ids=ids, labels=labels, **more)[0]
+            # not __call__: hooks belong to the model itself
+            loss = trial.forward(input_ids=ids, labels=labels, **more)[0]
             return [loss.detach(), *torch.autograd.grad(loss, (hidden, narrow.weight))]
 
-        # The auxiliary loss of a mixture of experts is added to the head's loss, and needs a real decoder.
-        if "output_router_logits" in inspect.signature(twin.forward).parameters:
+        # the auxiliary loss of a mixture of experts needs a real decoder
+        if "output_router_logits" in inspect.signature(trial.forward).parameters:
             loss_and_gradients = functools.partial(loss_and_gradients, output_router_logits=False)
-        # The three ways in which callers of transformers reduce the loss; 3.5 is no count of tokens here.
+        # the three reductions of callers of transformers; 3.5 is not a count of tokens here
         variants = [{}, {"num_items_in_batch": torch.tensor(3.5)}, {"shift_labels": shifted}]
         try:
             expected = [loss_and_gradients(**more) for more in variants]
         except Exception as error:  # a foreign forward fails in its own way
-            return f"{type(model).__name__} cannot be tried out on hidden states alone ({first_line(error)})"
-        _swap_classes(twin, narrow)
+            return f"a trial run of {type(model).__name__} on hidden states failed ({first_line(error)})"
+        _swap_classes(trial, narrow)
         try:
             got = [loss_and_gradients(**more, skip_logits=True) for more in variants]
         except (TypeError, AttributeError, KeyError) as error:  # what using WithheldLogits raises
-            return f"{type(model).__name__} works on its logits before the loss ({first_line(error)})"
+            return f"{type(model).__name__} changes its logits before the loss ({first_line(error)})"
     pairs = zip(chain(*got), chain(*expected), strict=True)
-    # Gradients too: an equal loss may come from a head that is also trained by something else.
+    # gradients too: something else than the loss may train the head
     if any((ours - theirs).norm() > PROBE_TOLERANCE * theirs.norm() for ours, theirs in pairs):
         return f"{type(model).__name__} computes another loss than the cross entropy of its head's logits"
     return None
@@ -214,13 +210,12 @@ def _fused_head(model: nn.Module) -> FusedHead:
 
 @functools.cache
 def _fused_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass of `base` that withholds logits if it is given labels and the caller does not ask for them."""
+    """Return a subclass of `base` without logits in outputs with a loss, unless the caller asks for logits."""
     parameters = list(inspect.signature(base.forward).parameters)[1:]
 
     @functools.wraps(base.forward)
     def forward(self: PreTrainedModel, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
         skip_logits = self.training if skip_logits is None else skip_logits
-        # By name, however the caller passes them: the forward of the base still gets the arguments as they came.
         given = dict(zip(parameters, args, strict=False)) | kwargs
         labels, logits_to_keep = given.get("labels"), given.get("logits_to_keep")
         asks_for_logits = logits_to_keep is not None and (torch.is_tensor(logits_to_keep) or logits_to_keep != 0)
@@ -232,7 +227,7 @@ def _fused_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         try:
             return _without_logits(base.forward(self, *args, **kwargs))
         finally:
-            # Also after an error: a head that keeps targets would withhold logits from the next caller.
+            # also after an error: the next caller may want logits
             head.targets = None
 
     def loss_function(self: PreTrainedModel) -> Callable[..., torch.Tensor]:
@@ -240,9 +235,9 @@ def _fused_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         own = base.loss_function.fget(self)
         return own if targets is None else functools.partial(_reduced_loss, targets=targets)
 
-    # Named as its base, because saved configurations and messages name the class of the model.
+    # the base's name, which saved configurations hold
     members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    # Made at run time, so that pickle would not find it by its name.
+    # pickle does not find a class made at run time
     members["__reduce_ex__"] = lambda self, protocol: (_empty, (base,), self.__getstate__())
     members |= {"forward": forward, "loss_function": property(loss_function, base.loss_function.fset)}
     return type(base.__name__, (base,), members)
@@ -254,7 +249,7 @@ def _empty(base: type[PreTrainedModel]) -> PreTrainedModel:
 
 
 def _targets(labels: torch.Tensor, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
-    """Return int64 [B·T]: for each token the one to predict, or IGNORED, from labels [B, T]."""
+    """Return the token to predict for each token, or IGNORED, int64 [B·T], from labels [B, T]."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1)
@@ -268,11 +263,11 @@ def _reduced_loss(
     num_items_in_batch: torch.Tensor | float | None = None,
     **__: Any,
 ) -> torch.Tensor:
-    """Return the withheld loss per item, or per counted token when the number of items is not given."""
+    """Return the mean of the withheld loss, over `num_items_in_batch` or the tokens with loss."""
     loss = logits["loss"]
     if num_items_in_batch is None:
         count = (targets != IGNORED).sum().to(loss.device)
-        # The mean over no token is NaN, and has no gradient, as in torch.
+        # the mean over no token is NaN without a gradient, as in torch
         return (loss / count.clamp_min(1)).masked_fill(count == 0, math.nan)
     if torch.is_tensor(num_items_in_batch):
         num_items_in_batch = num_items_in_batch.to(loss.device)
@@ -283,6 +278,6 @@ def _without_logits(output: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(part for part in output if not isinstance(part, WithheldLogits))
     output = replace(output, logits=None)
-    # Of the attribute alone: as a mapping and as a tuple the output has no logits.
+    # the attribute alone: as a mapping and as a tuple the output has no logits
     object.__setattr__(output, "logits", NO_LOGITS)
     return output

@@ -1,7 +1,7 @@
-"""The softmax gradient in Triton, in place or cast to FP8, and scaled; cross_entropy.py has the references.
+"""The softmax gradient in Triton, in place or quantized, and scaled; cross_entropy.py has the references.
 
-In place it takes two reads and one write of the logits: a program takes a row. Cast, it takes two reads and two writes
-of half the size: tiles of 128 x 128 follow the rows, whose normalisers they read.
+In place: one program a row, two reads and one write of the logits. Quantized: the rows' normalisers first, then tiles
+of 128 x 128; two reads, and two writes of half the size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from ds_fp8.casts.primitives_triton import (
 from ds_fp8.config.formats import BLOCK as TILE
 from ds_fp8.config.formats import CastSpec
 
-BLOCK, WARPS = 16384, 32
-"""Logits that a program holds at once, and its warps."""
+BLOCK, WARPS = 16384, 32  # logits that a program holds at once, and its warps
 
 _LOWEST = tl.constexpr(-2.0e38)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -36,7 +35,7 @@ def _rows(
 ):
     row = tl.program_id(0)
     target = tl.load(targets + row)
-    # In 64 bits: tokens x vocabulary passes 2^31 with 14k tokens of 152k logits.
+    # 64 bits: 14k tokens of 152k logits pass 2^31
     logits += row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)
     if target == IGNORED:
@@ -56,28 +55,28 @@ def _rows(
         tl.atomic_add(outside, 1)
         tl.store(outside + 1, target)
         tl.store(outside + 2, V)
-    # Read before anything is written: in place, the gradient takes the target's logit's place.
+    # read before the gradient overwrites it
     at_target = tl.load(logits + target, mask=has_logit, other=float("nan")).to(tl.float32)
-    # Every lane keeps a maximum and a sum of its own; a reduction in every iteration would cost a barrier.
+    # a maximum and a sum per lane: a reduction in every iteration would cost a barrier
     largest = tl.full([BLOCK], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(BLOCKS):
         k = i * BLOCK + lanes
         x = tl.load(logits + k, mask=k < V, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, x)
-        # exp2 is one instruction, exp is exp2 of a product: the factor log2(e) is applied here once.
+        # exp2 is one instruction, exp is exp2 of a product
         total = total * tl.exp2((largest - larger) * _LOG2E) + tl.exp2((x - larger) * _LOG2E)
         largest = larger
     maximum = tl.max(largest, 0)
     normaliser = maximum + tl.log(tl.sum(total * tl.exp2((largest - maximum) * _LOG2E), 0))
-    normaliser = tl.where(has_logit, normaliser, float("nan"))  # of which all gradients of the row become NaN
+    normaliser = tl.where(has_logit, normaliser, float("nan"))  # makes the row's gradients NaN
     tl.store(losses + row, normaliser - at_target)
     if normalisers is not None:
         tl.store(normalisers + row, normaliser)
     if GRADIENT:
         tl.debug_barrier()  # every thread has read the target's logit
         for i in range(BLOCKS):
-            k = (BLOCKS - 1 - i) * BLOCK + lanes  # backwards: what was read last is still in the cache
+            k = (BLOCKS - 1 - i) * BLOCK + lanes  # backwards: the last block is still in the cache
             x = tl.load(logits + k, mask=k < V, other=0.0).to(tl.float32)
             p = tl.exp2((x - normaliser) * _LOG2E)
             p = tl.where(k == target, p - 1.0, p)
@@ -95,8 +94,7 @@ def softmax_gradient(
 ) -> torch.Tensor:
     """Return the loss of each row of logits [C, V], FP32 [C]; with `gradient` the logits become their gradient.
 
-    `normalisers`: FP32 [C], where to write logsumexp of each row, zero of one that is ignored. outside: as
-    cross_entropy.outside_on returns it.
+    normalisers: FP32 [C], output: logsumexp of each row, zero if ignored. outside: cross_entropy.label_errors.
     """
     tokens, vocabulary = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
@@ -117,7 +115,7 @@ def _scaled(x, factor, result, N, BLOCK: tl.constexpr):
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Do scaled_reference, also between two dtypes, in one pass."""
+    """Compute cross_entropy.scaled in one pass."""
     x, block = x.contiguous(), 8192
     result = torch.empty_like(x, dtype=dtype)
     if x.numel():
@@ -127,9 +125,7 @@ def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 @triton.jit
 def _gradient(logits, targets, normalisers, m, k, stride, IGNORED: tl.constexpr):
-    """Return the FP32 tile of the gradient at rows m and columns k."""
-    #     p = exp(x - normaliser of the row) - (k == target);   zero in rows without loss
-    # Normalised by what `_rows` found in a launch before: a tile has only 128 of a row's logits.
+    """Return the FP32 gradient at rows m and columns k: exp(x - normaliser) - (k == target), zero in ignored rows."""
     x = tl.load(logits + m[:, None].to(tl.int64) * stride + k[None, :]).to(tl.float32)
     target, normaliser = tl.load(targets + m)[:, None], tl.load(normalisers + m)[:, None]
     p = tl.exp2((x - normaliser) * _LOG2E)
@@ -138,7 +134,7 @@ def _gradient(logits, targets, normalisers, m, k, stride, IGNORED: tl.constexpr)
 
 
 @triton.jit
-def _cast_tiles(
+def _quantize_tiles(
     logits, targets, normalisers, C, V, T, offset, stride,
     row_data, row_scale, row_along, row_across, column_data, column_scale, column_along, column_across,
     IGNORED: tl.constexpr,
@@ -146,7 +142,7 @@ def _cast_tiles(
 ):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     first_m = tl.program_id(1) * 128
-    # Rows 4i, 4i + 1, 4i + 2 and 4i + 3 in four tensors: four codes of neighbouring tokens make one 32-bit word.
+    # rows 4i to 4i + 3 in four tensors: four FP8 values of neighbouring tokens are one 32-bit word
     m = first_m + 4 * tl.arange(0, 32)
     x0 = _gradient(logits, targets, normalisers, m, k, stride, IGNORED)
     x1 = _gradient(logits, targets, normalisers, m + 1, k, stride, IGNORED)
@@ -164,7 +160,7 @@ def _cast_tiles(
         )
 
 
-def softmax_gradient_cast(
+def softmax_gradient_quantize(
     logits: torch.Tensor,
     targets: torch.Tensor,
     ignored: int,
@@ -174,20 +170,21 @@ def softmax_gradient_cast(
     columns: QuantizedTensor | None,
     offset: int,
 ) -> tuple[torch.Tensor, QuantizedTensor | None]:
-    """Cast the gradient of logits [C, V] for dgrad and wgrad, without it ever being in memory; C and V are whole tiles.
+    """Quantize the gradient of logits [C, V] for dgrad and wgrad, without BF16 in memory; C, V are multiples of 128.
 
-    Returns losses, FP32 [C], and dgrad's operand [C, V] in groups of 1x128 if it is wanted. columns: wgrad's operand
-    [V, T], 1x128 along the tokens, whose tokens `offset`, a multiple of 128, to `offset` + C this writes.
+    columns: output [V, T] for wgrad, 1x128 along the tokens, at tokens `offset` (a multiple of 128) to `offset` + C.
+
+    Returns:
+        (losses FP32 [C], gradient [C, V] for dgrad in groups of 1x128; None unless wants_row).
     """
     tokens, vocabulary = logits.shape
     normalisers = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     losses = softmax_gradient(logits, targets, ignored, outside, False, normalisers)
     if not wants_row and columns is None:
         return losses, None
-    # From here on the logits are read once more, and never overwritten: both casts follow from the same FP32 numbers.
     row = empty_result(tokens, vocabulary, spec.format, "1x128", spec.scale, logits.device) if wants_row else None
     of_tokens = columns.shape[1] if columns is not None else tokens
-    _cast_tiles[(vocabulary // TILE, tokens // TILE)](
+    _quantize_tiles[(vocabulary // TILE, tokens // TILE)](
         logits, targets, normalisers, tokens, vocabulary, of_tokens, offset, logits.stride(0),
         *result_arguments(row), *result_arguments(columns),
         IGNORED=ignored, num_warps=4, **format_arguments(spec.format, spec.scale),

@@ -268,11 +268,14 @@ def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tupl
         if rows:
             console.print(verdict_of(raw, found, memory, name), markup=False)
             return rows, each.activation_checkpointing, found
-    raw = {**raw, "model": {**raw["model"], "activation_checkpointing": recompute or True}}
+    # Without the batch of all ranks: it would not divide by more of them.
+    raw = {key: value for key, value in raw.items() if key != TRAIN_BATCH}
+    raw["model"] = {**raw["model"], "activation_checkpointing": recompute or True}
     problem, _, remedy = verdict_of(raw, found, memory, name).partition("; ")
     adapted = estimate({**raw, "train": {**raw["train"], "lora": {"r": 16}}}, gpus=ranks, device=device).device_bytes
     if adapted <= memory and "lora" not in raw["train"]:
-        remedy = f"fits with --lora 16 ({adapted / GIB:.1f} GiB); {remedy}"
+        way = f"with --lora 16 ({adapted / GIB:.1f} GiB)"
+        remedy = f"{remedy} or {way}" if remedy.startswith("fits") else f"fits {way}"
     raise UserError(f"{raw['model']['path']} {problem}, layers recomputed", key="MODEL", remedy=remedy)
 
 

@@ -14,14 +14,9 @@ from ds_fp8.train.model import shard_one_by_one
 from ds_fp8.zero.param import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
+from tests.zero.test_state_machine import freeze_two_layers
 
 SECTION = {"monitor": {"every": 0}}
-
-
-def freeze_two_layers(model):
-    for layer in model.layers[:2]:
-        for parameter in layer.parameters():
-            parameter.requires_grad_(False)
 
 
 class Casts:

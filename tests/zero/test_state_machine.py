@@ -12,18 +12,11 @@ from hypothesis import strategies as st
 
 from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2
 from tests.zero.life import Life
+from tests.zero.test_parameter_gather import EMULATED
 
 CODED = {"master": "fp8_plus16"}
 FP32_SCALES = {"linear": {"weight": {"scale": "fp32"}}}
 WORDS = ("format", "granularity", "scale")
-EMULATED = {
-    "layers.0.up": ("int8", "row", "fp32"),
-    "layers.0.down": ("e2m1", "16x16", "e4m3"),
-    "layers.1.up": ("e3m4", "32x32", "pow2"),
-    "layers.1.down": ("log8", "tensor", "fp32"),
-    "layers.2.up": ("int4", "128x128", "pow2"),
-    "layers.2.down": ("e2m3", "32x32", "e4m3"),
-}
 OVERRIDES = {name: {"weight": dict(zip(WORDS, spec, strict=True))} for name, spec in EMULATED.items()}
 
 

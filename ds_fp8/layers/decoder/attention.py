@@ -62,7 +62,7 @@ class _NormedHeads(torch.autograd.Function):
         qkv = adapters.add(recipe.multiply(quantized, fprop_weight(weights, recipe), x.dtype), low_rank)
         bias = None if biases[0] is None else torch.cat(biases)
         norms = None if q_norm is None else HeadNorms(q_norm, k_norm, heads.head_eps)
-        # In place of qkv without head norms: the backward of a rotation needs the gradients alone.
+        # in place without head norms: the backward of a rotation reads the gradients alone
         rotated = rotate(qkv, HeadTransform(cos, sin, layout, bias, norms))
         # Not save_for_backward: ZeRO-3 reshards parameters after forward, and unshards them for backward.
         ctx.heads, ctx.weights, ctx.biases, ctx.norm, ctx.head_norms = heads, weights, biases, norm, norms

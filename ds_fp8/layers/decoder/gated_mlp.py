@@ -1,4 +1,4 @@
-"""The gated MLP as one operation: two products with the gated activation between them, and no BF16 tensor saved.
+"""The gated MLP as one operation: two products, with the gated activation and all quantizations fused between them.
 
     gate_up [T, 2F] = n [T, H] · [gate; up] [2F, H]ᵀ       n quantized once for both
     p       [T, F]  = act(gate) · up                        quantized in the kernel that computes it

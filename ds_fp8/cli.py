@@ -25,15 +25,14 @@ COMMANDS = {
     "configs": "list the configurations that come with ds_fp8",
 }
 
+# Commands that only print: a reader that closes its pipe (`| head`) ends them without a word
 PRINTING = ("configs", "estimate", "check")
-"""Commands that only print: a reader that closes its pipe (`| head`) ends them without a word."""
-EXIT_PIPE = 141
-"""As a shell tells of programs that SIGPIPE ended."""
+EXIT_PIPE = 141  # As a shell tells of programs that SIGPIPE ended
+# Modules of the extra "recipe"
 OF_THE_RECIPE = (
     *("accelerate", "datasets", "sentencepiece", "google", "wandb", "tensorboard", "psutil", "xxhash", "matplotlib"),
     "jinja2",
 )
-"""Modules of the extra "recipe"."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.ranks import RankDied, RankPools
 
 STEPS, ROWS, LENGTH, RANKS = 10, 2, 32, 2
-LARGEST = 40_000_000
-"""Parameters above which a configuration has not become small."""
+LARGEST = 40_000_000  # Parameters above which a configuration has not become small
 
 # Set where a configuration has a field of this name.
 SIZES: dict[str, Any] = {

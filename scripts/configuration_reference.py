@@ -28,8 +28,8 @@ from ds_fp8.train.stage import ModelConfig, TrainConfig
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 FILES = (DOCS / "configuration.md", DOCS / "research_formats.md")
 SCHEMA = DOCS / "fp8.schema.json"
-WORDS = 30
-"""Of a cell."""
+WORDS = 30  # Of a cell
+# The linears of every preset in words, with the source; the other columns of the table follow from its values
 LINEARS = {
     "infir2": "E4M3, 128x128 weights, 1x128 activations and gradients, power-of-two scales (arXiv 2509.22536)",
     "hybrid_fast": "as `infir2`, wgrad's input in 128x128 blocks: a faster product on Hopper",
@@ -52,7 +52,6 @@ LINEARS = {
     "quartet": "emulated: E2M1 in groups of 32 with power-of-two scales, Hadamard transforms of 32 everywhere, "
     "backward from forward's operands (arXiv 2505.14669)",
 }
-"""The linears of every preset in words, with the source; the other columns of the table follow from its values."""
 SECTIONS: dict[str, type[BaseModel]] = {
     "fp8": FP8Config,
     "model": ModelConfig,
@@ -170,13 +169,13 @@ def _state_in_words(state: OptimizerStateConfig) -> str:
     return moments if state.master == "fp32" else f"{moments}, masters E4M3 and 16 bits"
 
 
+# The written parts of the pages, by the name in the comments around them
 BLOCKS: dict[str, Callable[[], str]] = {
     "presets": lambda: preset_table(PRESETS),
     "emulated presets": lambda: preset_table(RESEARCH_PRESETS),
     "keys": tables,
     "research keys": research_table,
 }
-"""The written parts of the pages, by the name in the comments around them."""
 
 
 def document(text: str) -> str:

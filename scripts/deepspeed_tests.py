@@ -31,8 +31,7 @@ from hashlib import sha256
 from pathlib import Path
 
 TESTS = ("unit/runtime/zero", "unit/checkpoint")
-RANKS = 4
-"""The most that one of these tests asks for; most ask for 2."""
+RANKS = 4  # The most that one of these tests asks for; most ask for 2
 
 REFUSED = "UserError: error: "
 

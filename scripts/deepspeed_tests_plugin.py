@@ -39,16 +39,14 @@ from ds_fp8.config.files import read_config
 from ds_fp8.integrations.install import VARIABLE
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
+# Environment variables: the file that outcomes are appended to, and the time limit of a test
 OUTCOMES, SECONDS = "DEEPSPEED_TESTS_OUTCOMES", "DEEPSPEED_TESTS_SECONDS"
-"""Environment variables: the file that outcomes are appended to, and the time limit of a test."""
+# Environment variables: a file with the names of tests that are left out, and whether all train in BF16
 WITHOUT, BF16 = "DEEPSPEED_TESTS_WITHOUT", "DEEPSPEED_TESTS_BF16"
-"""Environment variables: a file with the names of tests that are left out, and whether all train in BF16."""
 
-GRACE = 10
-"""Seconds that the other ranks of a test have once one has failed."""
+GRACE = 10  # Seconds that the other ranks of a test have once one has failed
 
-_limit = math.inf
-"""End of the running test's time, by time.monotonic."""
+_limit = math.inf  # End of the running test's time, by time.monotonic
 
 
 class Hung(Exception):

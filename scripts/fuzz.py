@@ -43,10 +43,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "ds_configs"
 STAGES = {str(file.relative_to(CONFIGS)): file.read_text() for file in sorted(CONFIGS.glob("*/*.json"))
           if file.parent.name != "sweeps"}  # fmt: skip
 SWEEPS = {file.name: file.read_text() for file in sorted((CONFIGS / "sweeps").glob("*.json"))}
-SECONDS = 10
-"""Processor time that a case may take."""
-PATIENCE = 120
-"""Seconds after which a case hangs."""
+SECONDS = 10  # Processor time that a case may take
+PATIENCE = 120  # Seconds after which a case hangs
 
 # ---------------------------------------------------------------- what is drawn
 
@@ -60,10 +58,10 @@ NUMBERS = (
     | st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, 10**18, 10**400, -(10**400), 1e-320, 1e308, 1e30, 0.5, -0.0])
 )
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
+# Values that JSON can hold, and somewhat more
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=5
 )
-"""Values that JSON can hold, and somewhat more."""
 
 
 def paths(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -140,12 +138,12 @@ def change(draw: st.DrawFn, raw: Any, parent: Any, key: Any) -> None:
         parent[key] = draw(VALUES)
 
 
+# Bytes that parsers stumble over
 INSERTED = [
     *(b"NaN", b"1e999", b"[" * 50_000, b'{"a":' * 5000, b"9" * 5000, b'"\\ud800"'),
     *(b"//", b"/*", b"#", b"\0" * 64, b"\xef\xbb\xbf", b"\xff\xfe", b"'''"),
     *(b'"', b"}", b",", b":", b"\n"),
 ]
-"""Bytes that parsers stumble over."""
 
 
 @st.composite
@@ -192,6 +190,7 @@ ROWS = [{"text": f"Text {n} of few words.", "messages": [{"role": "user", "conte
                                                          {"role": "assistant", "content": f"{n}."}]}
         for n in range(40)]  # fmt: skip
 CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+# A row with every field that is read
 CHAT = {
     "messages": [
         {"role": "system", "content": "Be kind."},
@@ -203,7 +202,6 @@ CHAT = {
     "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}],
     "chat_template_kwargs": {"enable_thinking": False},
 }
-"""A row with every field that is read."""
 BESIDE = [(name,) for name in ("documents", "functions", "tool_defs", "system", "images", "conversations", "prompt")]
 BESIDE += [("messages", 2, key) for key in ("function_call", "train", "refusal", "audio", "thinking")]
 BESIDE += [("chat_template_kwargs", key) for key in ("tools", "messages", "chat_template", "bos_token")]
@@ -349,8 +347,7 @@ def byte_tokenizer(template: str) -> Any:
 
 
 KINDS = ("configurations", "overrides", "texts", "sweeps", "data", "chats", *FOLDER_KINDS)
-SHARES = {"models": 10}
-"""Kinds whose cases take long, of which so many times fewer are drawn."""
+SHARES = {"models": 10}  # Kinds whose cases take long, of which so many times fewer are drawn
 
 
 def fuzz(kind: str, cases: int, seed: int, folder: Path) -> tuple[collections.Counter, dict[str, str]]:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 FOLDER_KINDS = ("models", "commands")
 MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
                "pytorch_model.bin")  # fmt: skip
+# Options of each command; what a command starts is not started
 OPTIONS = {
     "train": ("--gpus", "--set", "--hostfile", "--max-restarts", "--launcher-options", "--local_rank"),
     "estimate": ("--gpus", "--memory", "--set", "--json"),
@@ -30,7 +31,6 @@ OPTIONS = {
     "check": ("--gpus", "--set"),
     "configs": (),
 }
-"""Options of each command; what a command starts is not started."""
 FLAGS = ("--json", "--force")
 
 

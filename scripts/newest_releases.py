@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ds_fp8.commands.arguments import amount
 
 ROOT = Path(__file__).resolve().parents[1]
+# torch: where pip finds a CPU build of it; otherwise the installed one stays
 PACKAGES = ("deepspeed", "transformers", "accelerate", "trl", "peft", "triton", "torch")
-"""torch: where pip finds a CPU build of it; otherwise the installed one stays."""
 TESTS = (
     *("tests/test_pinned_sources.py", "tests/zero/test_deepspeed.py", "tests/zero/test_parameter_gather.py"),
     *("tests/zero/test_gradient_reduce.py", "tests/zero/test_own_step.py", "tests/zero/test_step.py"),
@@ -45,8 +45,7 @@ TESTS = (
     *("tests/layers/test_decoder.py", "tests/layers/test_loss.py"),
     *("tests/train/test_packed_attention.py", "tests/integrations"),
 )
-SECONDS = 3600
-"""Seconds that a file or folder of tests may take."""
+SECONDS = 3600  # Seconds that a file or folder of tests may take
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Outcome:
     tests: str
     passed: int
     skipped: int
-    failed: dict[str, str]
-    """First line of the error, by the name of the test."""
+    failed: dict[str, str]  # First line of the error, by the name of the test
     seconds: float
 
 

@@ -19,11 +19,9 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 class Visit:
     """What happened."""
 
-    document: str
-    """The page after its scripts have run."""
+    document: str  # The page after its scripts have run
     console: list[str]
-    requests: list[str]
-    """Addresses other than the page's own file."""
+    requests: list[str]  # Addresses other than the page's own file
 
 
 LOOK = Path(__file__).parent / "report" / "look.html"

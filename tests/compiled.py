@@ -13,8 +13,7 @@ from hypothesis import Phase, settings
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-VARIANTS = 5
-"""Of a kernel at most; each has a dtype or a compile-time argument that none before had."""
+VARIANTS = 5  # Of a kernel at most; each has a dtype or a compile-time argument that none before had
 
 settings.register_profile("compiled", max_examples=4, phases=[Phase.generate], database=None)
 

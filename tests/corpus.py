@@ -6,8 +6,7 @@ from pathlib import Path
 from tests.surroundings import leave
 
 PROGRAM = Path(__file__).parents[1] / "examples" / "quickstart" / "make_data.py"
-MAKE = runpy.run_path(str(PROGRAM))
-"""Functions of that program, by name."""
+MAKE = runpy.run_path(str(PROGRAM))  # Functions of that program, by name
 FOLDER = leave() / "corpus"
 MAKE["write"](FOLDER, (300, 400, 300))
 TOKENIZER = str(FOLDER / "tokenizer")

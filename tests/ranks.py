@@ -22,13 +22,11 @@ import psutil
 import torch.multiprocessing as multiprocessing
 from torch.distributed import TCPStore
 
-TIMEOUT = 180
-"""Seconds after which a call counts as hung."""
+TIMEOUT = 180  # Seconds after which a call counts as hung
+# Bytes and threads of a rank on a CPU at which its pool makes way for a new one, in 0.3 s: DeepSpeed's engines leave
+# memory, and gloo's process groups threads, which wake a hundred times a second
 LARGEST, MOST_THREADS = 5 * 2**28, 48
-"""Bytes and threads of a rank on a CPU at which its pool makes way for a new one, in 0.3 s: DeepSpeed's engines leave
-memory, and gloo's process groups threads, which wake a hundred times a second."""
-LARGEST_ON_GPU = 2**31
-"""Bytes that a rank may still hold on its GPU after a test; others run beside it."""
+LARGEST_ON_GPU = 2**31  # Bytes that a rank may still hold on its GPU after a test; others run beside it
 
 
 def _worker(

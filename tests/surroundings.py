@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
-VARIABLE = "DS_FP8_TEST_FOLDER"
-"""Names the folder that all processes of a run share."""
+VARIABLE = "DS_FP8_TEST_FOLDER"  # Names the folder that all processes of a run share
+# How variables begin that change what programs do and are not settings of the tests
 OF_OTHERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC"),  # a job's
     *("ACCELERATE_", "DEEPSPEED_", "WANDB_", "COMET_", "HF_HOME", "HF_TOKEN", "HF_HUB_CACHE", "HF_DATASETS_CACHE"),
     *("HF_ENDPOINT", "XDG_", "MPLCONFIGDIR", "TORCH_EXTENSIONS_DIR", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"),
     *("DS_FP8_CACHE", "DS_FP8_TIMEOUT", "DS_FP8_STARTED_BY", "LOG_LEVEL", "CDPATH"),
 )
-"""How variables begin that change what programs do and are not settings of the tests."""
 
 
 def leave() -> Path:

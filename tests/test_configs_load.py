@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parents[1] / "ds_configs"
 FILES = sorted(file for file in FOLDER.glob("*/*.json") if file.parent.name != "sweeps")  # which are no stages
 FAMILIES = ("infir2_1.5b", "infir2_7b", "llama3.1_8b", "qwen3_8b")
 STAGES = ("cpt", "cpt_decay", "sft_stage1", "sft_stage2")
+# Folder -> parameters, as published
 SMALL = {
     "qwen3_0.6b": 0.596e9,
     "qwen3_1.7b": 1.721e9,
@@ -27,7 +28,6 @@ SMALL = {
     "mistral_7b": 7.248e9,
     "gemma3_1b": 1.000e9,
 }
-"""Folder -> parameters, as published."""
 ROW = re.compile(r"\| `(\S+)` \| (\S+) \| (\d+) \| (yes|no) \| (\d+) x (\S+) \| ([\d.]+) \|")
 SFT_LEARNING_RATE = {"infir2_1.5b": 5e-5, "infir2_7b": 2e-5}
 

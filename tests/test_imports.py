@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOM = "ds_fp8/zero/deepspeed/"
-"""The folder whose files may import any module of DeepSpeed."""
+ROOM = "ds_fp8/zero/deepspeed/"  # The folder whose files may import any module of DeepSpeed
+# What every other file may import: the documented API, the models of the configuration, and command-line tools
 PUBLIC = {
     "deepspeed",
     "deepspeed.accelerator",
@@ -32,7 +32,7 @@ PUBLIC = {
     "deepspeed.utils.zero_to_fp32",
     "deepspeed.zero",
 }
-"""What every other file may import: the documented API, the models of the configuration, and command-line tools."""
+# Beyond that: what runs inside of Ulysses' exchange, and optimizers and schedulers of a configuration or of ZeRO
 CONFIGURATION = {
     "ds_fp8/layers/attention/sequence_parallel.py": {"deepspeed.runtime.sequence_parallel.ulysses_sp"},
     "ds_fp8/engine/initialize.py": {"deepspeed.runtime.zero.utils"},
@@ -41,7 +41,6 @@ CONFIGURATION = {
         *("deepspeed.runtime", "deepspeed.runtime.lr_schedules", "deepspeed.runtime.zero.utils"),
     },
 }
-"""Beyond that: what runs inside of Ulysses' exchange, and optimizers and schedulers of a configuration or of ZeRO."""
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess:

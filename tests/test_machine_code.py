@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).parent.parent
+# Those that launch kernels, all but the ones in ranks of their own; one called in an assertion is not seen
 TESTS = [
     *("casts/test_kernels.py", "casts/test_outliers.py", "gemm/test_grouped.py", "monitor/test_statistics.py"),
     *("layers/test_cross_entropy.py", "layers/test_expert_layout.py", "layers/test_fused_parts.py"),
@@ -21,7 +22,6 @@ TESTS = [
     *("zero/test_gradient_sum.py", "zero/test_gradient_wire.py", "zero/test_master_step.py"),
     *("zero/test_one_pass.py", "zero/test_outlier_residuals.py", "zero/test_shard_cast.py"),
 ]
-"""Those that launch kernels, all but the ones in ranks of their own; one called in an assertion is not seen."""
 
 
 STACK_POINTER = r"\[R1\b|LDC R1, c\[|(IADD3|VIADD) R1, R1, |PRMT R\d+, R\d+, 0x[0-3]{1,4}, R1 ;"

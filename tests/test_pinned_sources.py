@@ -24,6 +24,7 @@ _MASKS = "transformers.masking_utils"
 _LOSS = "transformers.loss.loss_utils"
 
 PINNED = {"deepspeed": "0.19.8", "transformers": "5.17"}
+# By the path of a function, a digest of its source in the pinned version
 DIGESTS = {
     f"{_STAGE3}.step": "588aaf2c337d",
     f"{_STAGE3}._pre_step": "0c1a34ee0d5a",
@@ -72,7 +73,6 @@ DIGESTS = {
     f"{_LOSS}:ForCausalLMLoss": "daa131c9d340",
     f"{_LOSS}:fixed_cross_entropy": "648bfdc187fa",
 }
-"""By the path of a function, a digest of its source in the pinned version."""
 
 
 @functools.cache

@@ -23,8 +23,7 @@ TINY = {
     "update": "",
     "layers": "--layers 1 --length 16 --sequences 1 --repeats 1 --only hf,infir2",
 }
-FP8_ERROR = 0.01, 0.15
-"""Of a layer or an attention, relative: less would mean that nothing was cast."""
+FP8_ERROR = 0.01, 0.15  # Of a layer or an attention, relative: less would mean that nothing was cast
 
 
 @pytest.mark.parametrize("name", TINY)

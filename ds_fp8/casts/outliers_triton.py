@@ -20,11 +20,11 @@ from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, reciproc
 from ds_fp8.casts.quantization import QuantizedTensor, block_scales, widened, width_with_outliers
 from ds_fp8.config.formats import BLOCK
 
+# Tokens of a program: with 128 there are too few programs to fill a GPU (docs/log/zero3.md, 2026-11-27)
 ROWS = tl.constexpr(32)
-"""Tokens of a program: with 128 there are too few programs to fill a GPU (docs/log/zero3.md, 2026-11-27)."""
+# Option of kernels that subtract what a code stands for: fused with its product, the difference would round once less
+# than the reference's
 ROUND_EVERY_PRODUCT = {"enable_fp_fusion": False}
-"""Option of kernels that subtract what a code stands for: fused with its product, the difference would round once less
-than the reference's."""
 
 
 @triton.jit

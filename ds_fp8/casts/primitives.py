@@ -181,9 +181,9 @@ def dequantize(
 
 
 # Stochastic rounding, the same on every device: random bits are a hash of a key and an element's index.
+# The golden ratio, which parts neighbouring indices, and the two multipliers of the 32-bit integer hash "lowbias32"
+# (Chris Wellons, Hash Prospector; public domain)
 MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
-"""The golden ratio, which parts neighbouring indices, and the two multipliers of the 32-bit integer hash "lowbias32"
-(Chris Wellons, Hash Prospector; public domain)."""
 _WORD = 0xFFFFFFFF
 
 

@@ -19,11 +19,11 @@ from ds_fp8.casts.primitives import MULTIPLIERS
 from ds_fp8.casts.quantization import QuantizedTensor, block_scales
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, has_power_of_two_scales
 
+# Scales of a result: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it
 NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
-"""Scales of a result: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it."""
 MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
+# True where kernels are compiled, and may hold assembly: Triton's interpreter runs none
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
-"""True where kernels are compiled, and may hold assembly: Triton's interpreter runs none."""
 _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 
@@ -156,8 +156,8 @@ cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
 cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
 mov.b32 $0, {{low, high}};
 }}"""
+# Four FP32 numbers, rounded to nearest even, as the bytes of a word
 _PACK_E4M3, _PACK_E5M2 = tl.constexpr(_PACK.format("e4m3")), tl.constexpr(_PACK.format("e5m2"))
-"""Four FP32 numbers, rounded to nearest even, as the bytes of a word."""
 
 
 @triton.jit

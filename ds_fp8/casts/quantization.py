@@ -252,8 +252,8 @@ def _check_words(format: str, scale: str) -> None:
     check_scale_type(scale)
 
 
+# From here on Triton writes wrong bytes in transposed 1-byte stores beside min.NaN and max.NaN (triton#11111)
 SUSPECT = Version("3.8")
-"""From here on Triton writes wrong bytes in transposed 1-byte stores beside min.NaN and max.NaN (triton#11111)."""
 REMEDY = "pip install -c scripts/constraints-gpu.txt torch triton"
 
 

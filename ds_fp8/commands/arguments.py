@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ds_fp8.config.fp8 import FP8Config
 
 _PACKAGE = Path(ds_fp8.__file__).parent
+# The configurations that come with the package: inside it once it is built, beside it in a clone
 CONFIGS = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "ds_configs"
-"""The configurations that come with the package: inside it once it is built, beside it in a clone."""
 MAX_COUNT = 2**31 - 1
 
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from ds_fp8.train.served_model import Serving
     from ds_fp8.train.stage import Stage
 
+# Files of which a folder with a tokenizer has one
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-"""Files of which a folder with a tokenizer has one."""
 
 
 def main() -> int:

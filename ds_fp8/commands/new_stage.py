@@ -27,20 +27,18 @@ if TYPE_CHECKING:
     from ds_fp8.train import Stage
 
 GIB = 2**30
+# Tokens of a row where no chat is longer, and where there are few; 128 is the edge of a block of scales
 LONGEST, SHORTEST = 4096, 128
-"""Tokens of a row where no chat is longer, and where there are few; 128 is the edge of a block of scales."""
+# Most tokens of a micro-batch on a GPU and of a step, which is smaller where an epoch would have fewer steps
 MICRO_TOKENS, STEP_TOKENS, STEPS = 8192, 65536, 20
-"""Most tokens of a micro-batch on a GPU and of a step, which is smaller where an epoch would have fewer steps."""
-HELD_OUT, MOST_HELD_OUT = 0.05, 500
-"""Share of the examples for validation, and most examples."""
+HELD_OUT, MOST_HELD_OUT = 0.05, 500  # Share of the examples for validation, and most examples
+# Peak learning rates, and parameters of a large model
 RATES, LARGE = {"adapters": 2e-4, "small": 2e-5, "large": 1e-5}, 4e9
-"""Peak learning rates, and parameters of a large model."""
 MICRO_BATCH, TRAIN_BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"  # config.deepspeed_json imports torch
 KEYS = {"lora": "train.lora.r", "seq": "data.sequence_length", "epochs": "train.epochs", "lr": "optimizer.params.lr"}
 KEYS |= {"out": "train.run_dir", "write": None}
 """Options of MODEL DATA, and the keys of a stage that they stand for."""
-SECONDS = 5
-"""In which the hub must answer."""
+SECONDS = 5  # In which the hub must answer
 CLIPPED = 800
 
 

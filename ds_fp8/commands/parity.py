@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ds_fp8.train import Stage
 
 SAVED_ONCE = "leave it out: runs of a comparison are saved at their end alone"
+# Keys that `parity.run_overrides` sets whatever a point says, and what to give instead
 SET_HERE = {
     "train.seed": "--seeds 3, and --set train.seed=1 for the first of them",
     "train.steps": "--steps 500; for every other length another --out",
@@ -52,7 +53,6 @@ SET_HERE = {
     "train.save_every": SAVED_ONCE,
     "train.keep_best": SAVED_ONCE,
 }
-"""Keys that `parity.run_overrides` sets whatever a point says, and what to give instead."""
 
 
 def main() -> int:

@@ -44,10 +44,9 @@ if TYPE_CHECKING:
     from ds_fp8.config.fp8 import FP8Config
     from ds_fp8.train.sensitivity import Batch
 
+# Endings of a FILE that holds text and no stage
 DOCUMENTS = (".txt", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst")
-"""Endings of a FILE that holds text and no stage."""
-WIDTH = 120
-"""Columns of the table where the output is no terminal."""
+WIDTH = 120  # Columns of the table where the output is no terminal
 
 
 def main() -> int:

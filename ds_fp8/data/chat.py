@@ -19,11 +19,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ds_fp8.config.errors import UserError, clipped
 
-IGNORED = -100
-"""Label of a token that carries no loss, as in Hugging Face and torch's cross entropy."""
+IGNORED = -100  # Label of a token that carries no loss, as in Hugging Face and torch's cross entropy
+# One turn, as OpenAI's: "role", "content" (text, or a list of text parts; None beside "tool_calls"), and "weight" 0 for
+# a turn without loss
 Message = dict[str, Any]
-"""One turn, as OpenAI's: "role", "content" (text, or a list of text parts; None beside "tool_calls"), and "weight" 0
-for a turn without loss."""
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -36,34 +35,29 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+# Keys of a message that hold words of it: a template that reads none of them would leave these out
 MEANT = ("reasoning_content", "reasoning", "thinking", "refusal", "citations")
-"""Keys of a message that hold words of it: a template that reads none of them would leave these out."""
+# Names that are no variables of templates, or not those of "chat_template_kwargs"
 RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
-"""Names that are no variables of templates, or not those of "chat_template_kwargs"."""
-MAX_CHARACTERS = 1 << 26
-"""Most of an example: some 2^24 tokens, which is the longest row."""
-SECONDS = 10.0
-"""Processor time of one rendering, or of one search for an answer."""
+MAX_CHARACTERS = 1 << 26  # Most of an example: some 2^24 tokens, which is the longest row
+SECONDS = 10.0  # Processor time of one rendering, or of one search for an answer
 
 
 class Chat(NamedTuple):
     """A conversation as a file has it."""
 
     messages: list[Message]
+    # What the template gets beside them: "tools", "documents", and what the row's "chat_template_kwargs" name
     arguments: Mapping[str, Any] = {}
-    """What the template gets beside them: "tools", "documents", and what the row's "chat_template_kwargs" name."""
-    where: str = "a trial"
-    """Its row and file."""
+    where: str = "a trial"  # Its row and file
 
 
 class Tokenized(NamedTuple):
     """A conversation as tokens."""
 
     ids: list[int]
-    labels: list[int]
-    """The token itself inside an assistant turn, its end included, and IGNORED elsewhere."""
-    ends: bool
-    """Whether the end of the last turn, where that is the assistant's, carries loss."""
+    labels: list[int]  # The token itself inside an assistant turn, its end included, and IGNORED elsewhere
+    ends: bool  # Whether the end of the last turn, where that is the assistant's, carries loss
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
@@ -118,10 +112,10 @@ def check_text(text: str, where: str) -> None:
         raise UserError(f"{where} {problem}", key="data.path", remedy="repair or split this row, or leave it out")
 
 
+# The text of a conversation, and where in it the assistant's words begin and end
 Turns = tuple[str, list[tuple[int, int]]]
-"""The text of a conversation, and where in it the assistant's words begin and end."""
+# Takes messages, and whether the prompt for the next turn follows them; of turns it finds those that are marked
 Render = Callable[..., Turns]
-"""Takes messages, and whether the prompt for the next turn follows them; of turns it finds those that are marked."""
 
 
 def _text_and_turns(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Turns:

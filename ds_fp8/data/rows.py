@@ -20,38 +20,30 @@ from torch.utils.data import Dataset
 from ds_fp8.data.chat import IGNORED
 from ds_fp8.data.token_store import NO_LOSS, TokenStore
 
+# Places in the order of a mixture over which the shares of its sources are kept; each source has at least one
 BLOCK = 4096
-"""Places in the order of a mixture over which the shares of its sources are kept; each source has at least one."""
-WINDOW = 1 << 16
-"""Examples that are packed together before the next ones are looked at, which bounds time and memory."""
+WINDOW = 1 << 16  # Examples that are packed together before the next ones are looked at, which bounds time and memory
 
 
 @dataclass
 class PackingStats:
     """Counts of the examples that packing kept, cut and dropped."""
 
-    tokens: int = 0
-    """Tokens in all rows, padding left out."""
-    examples: int = 0
-    """Examples that were given."""
-    overlong: int = 0
-    """Examples longer than a row."""
-    longest: int = 0
-    """Tokens of the longest example."""
-    dropped: int = 0
-    """Examples left out: longer than a row ("drop"), or without any token that carries loss."""
-    tokens_left_out: int = 0
-    """Tokens of dropped examples, of cut ends and of pieces without loss."""
+    tokens: int = 0  # Tokens in all rows, padding left out
+    examples: int = 0  # Examples that were given
+    overlong: int = 0  # Examples longer than a row
+    longest: int = 0  # Tokens of the longest example
+    dropped: int = 0  # Examples left out: longer than a row ("drop"), or without any token that carries loss
+    tokens_left_out: int = 0  # Tokens of dropped examples, of cut ends and of pieces without loss
 
 
 @dataclass(frozen=True)
 class Plan:
     """Rows as pieces of examples."""
 
+    # int64 [pieces, 4]: example, its first token, number of tokens, and of those with loss; row by row
     pieces: np.ndarray
-    """int64 [pieces, 4]: example, its first token, number of tokens, and of those with loss; row by row."""
-    row_ends: np.ndarray
-    """int64 [rows]: where each row ends in `pieces`."""
+    row_ends: np.ndarray  # int64 [rows]: where each row ends in `pieces`
     stats: PackingStats = field(default_factory=PackingStats)
 
     def __len__(self) -> int:
@@ -144,8 +136,7 @@ class PackedDataset(Dataset):
 
     def __init__(self, parts: Sequence[tuple[TokenStore, Plan]], sequence_length: int, pad_id: int):
         self._parts, self.sequence_length, self._pad_id = list(parts), sequence_length, pad_id
-        self.rows_by_source = tuple(len(plan) for _, plan in parts)
-        """Number of rows of each source."""
+        self.rows_by_source = tuple(len(plan) for _, plan in parts)  # Number of rows of each source
         self._first = np.cumsum([0, *self.rows_by_source])
         self._row_tokens = [plan.row_tokens() for _, plan in parts]
 
@@ -338,8 +329,8 @@ def _block(block: int, share: tuple[int, ...], seed: int) -> tuple[np.ndarray, n
     return sources, ordinals
 
 
+# Of each source the order that was asked for last, 8 bytes a row, and what it is of
 _orders: dict[int, tuple[tuple[int, int, int], np.ndarray]] = {}
-"""Of each source the order that was asked for last, 8 bytes a row, and what it is of."""
 
 
 def _epoch_order(source: int, epoch: int, num_rows: int, seed: int) -> np.ndarray:

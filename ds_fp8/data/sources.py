@@ -23,26 +23,25 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 LOADERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 ACCESS = "make accessible what is named; the folder of Hugging Face's caches is HF_HOME"
+# What to do, by words of a reader's error
 REMEDIES = {
     "zstd not supported": "pip install zstandard",
     "Couldn't cast": "give all rows the same columns, with values of one kind: what is first read decides for all",
     "Permission denied": ACCESS,
     "Read-only": ACCESS,
 }
-"""What to do, by words of a reader's error."""
+# Other forms of chats: the columns that a row of it has, and those that it may have besides
 FORMS = {
     "ShareGPT": (("conversations",), ("system",)),
     "prompt and completion": (("prompt", "completion"), ()),
     "Alpaca": (("instruction", "output"), ("input", "history", "system")),
 }
-"""Other forms of chats: the columns that a row of it has, and those that it may have besides."""
+# ShareGPT's names of roles
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
-"""ShareGPT's names of roles."""
 UNREAD = ("tool_defs", "functions", "function_call", "system", "system_prompt", "enable_thinking", "thinking")
 UNREAD += (IMAGES := ("image", "images", "videos", "audio", "audios"))
 """Columns beside messages that would change what is learnt."""
-UNREAD_KEYS = ("function_call", "train", "loss", "mask", "loss_mask", *IMAGES)
-"""The same of keys of a message."""
+UNREAD_KEYS = ("function_call", "train", "loss", "mask", "loss_mask", *IMAGES)  # The same of keys of a message
 EMPTY = (None, "", [], {})
 ELSE = 'write it as "tools", "tool_calls", "chat_template_kwargs", the first message, or "weight": 0, or leave it out'
 ELSE += ": docs/configuration.md, Chats"

@@ -31,8 +31,7 @@ SPLITS = ("train", "validation", "test")
 class Question:
     """A prompt to be continued, and what must be found in the continuation."""
 
-    prompt: tuple[int, ...]
-    """Token ids."""
+    prompt: tuple[int, ...]  # Token ids
     answer: str
 
 
@@ -42,20 +41,15 @@ class StageData:
 
     train: PackedDataset
     validation: PackedDataset
-    test: PackedDataset
-    """Without rows unless `data.test_fraction` is above 0."""
-    weights: tuple[float, ...]
-    """Share of each source in training."""
+    test: PackedDataset  # Without rows unless `data.test_fraction` is above 0
+    weights: tuple[float, ...]  # Share of each source in training
+    # Returns at most so many held-out questions with known answers, of all sources in turn; none where there are none
     questions: Callable[[int], list[Question]]
-    """Returns at most so many held-out questions with known answers, of all sources in turn; none where there are
-    none."""
-    answer_pattern: str | None
-    """Finds an answer in a text."""
+    answer_pattern: str | None  # Finds an answer in a text
+    # For each split with rows: the number of rows, and the figures of packing.PackingStats; for training `open_ends`,
+    # the chats of all splits whose last turn's end carries no loss
     report: dict[str, Any]
-    """For each split with rows: the number of rows, and the figures of packing.PackingStats; for training `open_ends`,
-    the chats of all splits whose last turn's end carries no loss."""
-    identity: list[dict[str, Any]]
-    """Of each source its path, examples, tokens, and a digest of them."""
+    identity: list[dict[str, Any]]  # Of each source its path, examples, tokens, and a digest of them
 
     def rows_of_step(self, step: int, global_batch: int, seed: int) -> list[int]:
         return rows_of_step(step, self.train.rows_by_source, global_batch, seed, self.weights)

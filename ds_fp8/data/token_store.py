@@ -34,28 +34,24 @@ from ds_fp8.data.config import DataConfig
 from ds_fp8.data.sources import read_examples, source_identity
 from ds_fp8.data.tokenizer import encode_documents
 
-NO_LOSS = np.uint32(1 << 31)
-"""Marks a token that carries no loss."""
+NO_LOSS = np.uint32(1 << 31)  # Marks a token that carries no loss
 _HASHED_AT_ONCE = 1 << 22
 _TOKENS, _ENDS, _DIGEST, _STATE = "tokens", "ends", "digest", "state.json"
 
 BATCH_EXAMPLES = 512
-BATCH_CHARACTERS = 2_000_000
-"""A batch ends with the example that reaches either number."""
+BATCH_CHARACTERS = 2_000_000  # A batch ends with the example that reaches either number
+# Starting processes costs seconds: a source of no more batches than this is tokenised without them
 BATCHES_WITHOUT_WORKERS = 16
-"""Starting processes costs seconds: a source of no more batches than this is tokenised without them."""
 REPORT_SECONDS = 5.0
 
+# uint32 tokens of several examples one after the other, with NO_LOSS marks; the length of each; how many are chats
+# whose last turn's end carries no loss
 Batch = tuple[np.ndarray, np.ndarray, int]
-"""uint32 tokens of several examples one after the other, with NO_LOSS marks; the length of each; how many are chats
-whose last turn's end carries no loss."""
+# Called now and then with the path of the source, examples and tokens so far, and whether that is all
 Report = Callable[[str, int, int, bool], None]
-"""Called now and then with the path of the source, examples and tokens so far, and whether that is all."""
 
-VERSION = 2
-"""Part of a store's name: raised when what it holds for the same source changes."""
-CHAT_VERSION = 4
-"""The same for stores of chats alone."""
+VERSION = 2  # Part of a store's name: raised when what it holds for the same source changes
+CHAT_VERSION = 4  # The same for stores of chats alone
 
 
 def tokenise_source(
@@ -232,10 +228,8 @@ class TokenStore:
 
     def __init__(self, folder: Path):
         state = read_state(folder)
-        self.tokens: int = state["tokens"]
-        """Tokens in all examples."""
-        self.open_ends: int = state["open_ends"]
-        """Chats whose last turn's end carries no loss."""
+        self.tokens: int = state["tokens"]  # Tokens in all examples
+        self.open_ends: int = state["open_ends"]  # Chats whose last turn's end carries no loss
         # Mapped: pages are read when a row asks for them, and all ranks of a host share them.
         self._tokens, self._ends = _map(folder / _TOKENS, np.uint32), _map(folder / _ENDS, np.int64)
         self._folder = folder

@@ -19,11 +19,11 @@ from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS
 if TYPE_CHECKING:
     from ds_fp8.data.config import DataConfig
 
+# Classes of a tokenizer that is all that its tokenizer.json says
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of a tokenizer that is all that its tokenizer.json says."""
 
+# A number of nine digits that is neither inside a token nor a length: tokenizers would make room for all before it
 HUGE_ID = re.compile(rb'(?<!\\)(?<!max_length)(?<!per_word)":\s*[1-9]\d{8}')
-"""A number of nine digits that is neither inside a token nor a length: tokenizers would make room for all before it."""
 
 
 def build_tokenizer(config: DataConfig) -> PreTrainedTokenizerBase:

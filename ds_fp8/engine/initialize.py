@@ -287,12 +287,10 @@ def _hush() -> None:
 
 
 def _of_one_rank(record: logging.LogRecord) -> bool:
-    """Return whether a line of DeepSpeed's is to be shown: one rank is enough for its words on leaf modules."""
     return "leaf module configuration" not in str(record.msg) or is_first_rank()
 
 
 def _not_of_unmatched_leaves(record: logging.LogRecord) -> bool:
-    """Return whether a line is to be shown where fused layers, whose classes have other names, are leaf modules."""
     return "leaf module configuration did not match any" not in str(record.msg)
 
 

@@ -66,7 +66,6 @@ def _is_adamw(optimizer: Any) -> bool:
 
 
 def _unlike_ours(params: Mapping[str, Any]) -> str | None:
-    """Return the first of Adam's options here that this optimizer does not have, or None."""
     return next((name for name, only in _ONLY.items() if params.get(name, only) not in (only, None)), None)
 
 

@@ -40,22 +40,22 @@ from ds_fp8.zero.deepspeed import versions as deepspeed_versions
 
 OWN_SECTIONS = ("fp8", "model", "data", "train")  # sections of this package in a DeepSpeed JSON
 AUTO = "auto"  # value that Trainer and Accelerate replace by one of their own
+# Keys that DeepSpeed looks up among running ranks alone
 _OF_DEVICE_MESHES = ("sequence_parallel_size", "data_parallel_size")
-"""Keys that DeepSpeed looks up among running ranks alone."""
 _WORDS_FOR_BOOLEANS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
+# Sections with texts of the user's: names, paths
 _NOT_BOOLEAN = (*OWN_SECTIONS[1:], "wandb", "tensorboard", "csv_monitor", "comet")
-"""Sections with texts of the user's: names, paths."""
+# Keys of sections that DeepSpeed reads key by key
 _LISTED_KEYS = {"optimizer": {"type", "params", "legacy_fusion"}, "scheduler": {"type", "params"}}
-"""Keys of sections that DeepSpeed reads key by key."""
+# DeepSpeed's optimizers with an Adam of its own, and params that it removes before it makes that
 _ADAMS, _POPPED = ("adam", "adamw", "muon"), {ADAM_W_MODE, TORCH_ADAM_PARAM, "fp32_optimizer_states"}
-"""DeepSpeed's optimizers with an Adam of its own, and params that it removes before it makes that."""
+# Classes of DeepSpeed's optimizers (for Muon that of its Adam), with state on the device and offloaded
 _OF_DEEPSPEED = {
     **dict.fromkeys(_ADAMS, (FusedAdam, DeepSpeedCPUAdam)),
     "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
     "lion": (FusedLion, DeepSpeedCPULion),
     "lamb": (FusedLamb, FusedLamb),
 }
-"""Classes of DeepSpeed's optimizers (for Muon that of its Adam), with state on the device and offloaded."""
 _USUAL = {"lr": "1e-4", "betas": "[0.9, 0.95]", "eps": "1e-8", "weight_decay": "0.1"}
 Refuse = Callable[[str, str, str], None]
 

@@ -27,11 +27,10 @@ from ds_fp8.gemm import cublas, deep_gemm, reference
 
 __all__ = ["BACKENDS", "DESCRIPTIONS", "reads_transposed", "scaled_matmul", "select_backend", "unavailable"]
 
+# Backends in order of preference; research registers those that have not been seen to run. Each has unavailable(),
+# unsupported(formats and granularities), and a scaled_matmul that is called with operands it supports, none of them
+# empty; where it matters, unsupported_scale(type, granularity) and READS_TRANSPOSED.
 BACKENDS: dict[str, ModuleType] = {"deep_gemm": deep_gemm, "cublas": cublas, "reference": reference}
-"""Backends in order of preference; research registers those that have not been seen to run.
-
-Each has unavailable(), unsupported(formats and granularities), and a scaled_matmul that is called with operands it
-supports, none of them empty; where it matters, unsupported_scale(type, granularity) and READS_TRANSPOSED."""
 
 DESCRIPTIONS = {
     "deep_gemm": "DeepGEMM for 1x128 by 128x128, cuBLASLt for the rest",

@@ -19,8 +19,8 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.gemm.grouped import RowGroups
 
 WARPS = 8
+# Tiles of either operand that are on their way at once. Registers leave room for one program a multiprocessor.
 STAGES = 4
-"""Tiles of either operand that are on their way at once. Registers leave room for one program a multiprocessor."""
 REGISTERS: int | None = None  # limit of registers a thread: 128, with 3 stages, would leave room for two programs
 PANEL = 8  # tiles of rows whose programs run one after another, column by column: what they read stays in the L2 cache
 
@@ -151,6 +151,5 @@ def _descriptor(data: torch.Tensor) -> TensorDescriptor:
 
 
 def _by_group(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales of 1x128 [R, K/128] with the rows of a group side by side in memory."""
     # Group-major is how casts write them; anything else is copied into that layout once.
     return scale if scale.stride(0) == 1 else scale.t().contiguous().t()

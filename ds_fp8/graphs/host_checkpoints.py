@@ -30,8 +30,7 @@ class _Input:
     def __init__(self, x: torch.Tensor, before: weakref.ref[_Input] | None):
         self.device = x.device
         self.on_device: torch.Tensor | None = x
-        self.copied: object | None = None
-        """Event of the last copy, in either direction."""
+        self.copied: object | None = None  # Event of the last copy, in either direction
         self._before = before
         self.host = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
 

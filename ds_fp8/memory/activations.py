@@ -31,17 +31,14 @@ from ds_fp8.layers.linear.linear import base_of
 from ds_fp8.memory.shapes import BF16, FP32, LayerShape, Workload
 from ds_fp8.train.packed_attention import varlen_attn
 
-STAND_IN = "ds_fp8_estimate"
-"""The attention implementation of measured layers."""
+STAND_IN = "ds_fp8_estimate"  # The attention implementation of measured layers
+# Tokens from which on another BLOCK of them always adds the same: every expert has rows, every group is full
 WHOLE = 8 * BLOCK
-"""Tokens from which on another BLOCK of them always adds the same: every expert has rows, every group is full."""
+# Bytes an element of the product that a fused MLP's backward takes on a CPU, where it is torch's autograd in FP32: gate
+# and up 8, act(gate) and the product 8, their gradients and the product's 16, the gradient of gate and up 8
 EMULATED = 40
-"""Bytes an element of the product that a fused MLP's backward takes on a CPU, where it is torch's autograd in FP32:
-gate and up 8, act(gate) and the product 8, their gradients and the product's 16, the gradient of gate and up 8."""
-EMULATED_FROZEN = 30
-"""The same where the weights are frozen, and nothing is cast along the tokens."""
-EMULATED_CASTS = 11
-"""Bytes an element that casts in both directions take on a CPU, where they compute in FP32."""
+EMULATED_FROZEN = 30  # The same where the weights are frozen, and nothing is cast along the tokens
+EMULATED_CASTS = 11  # Bytes an element that casts in both directions take on a CPU, where they compute in FP32
 
 
 # ---------------------------------------------------------------- kept between forward and backward

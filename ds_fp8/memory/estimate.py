@@ -43,24 +43,21 @@ ACTIVATIONS, INPUTS, LOSS, GATHERED, WORKSPACE, REDUCTION, STEP = (
     "gradient reduction",
     "optimizer step",
 )
+# Every kind of memory, in the order of tables
 KINDS = (*LASTING, ACTIVATIONS, INPUTS, LOSS, GATHERED, WORKSPACE, REDUCTION, STEP)
-"""Every kind of memory, in the order of tables."""
 
+# Share of the transient memory: what the caching allocator holds in pieces that fit nothing. An assumption; sweeps
+# measure it (reserved_bytes beside peak_bytes).
 SLACK = 0.08
-"""Share of the transient memory: what the caching allocator holds in pieces that fit nothing. An assumption; sweeps
-measure it (reserved_bytes beside peak_bytes)."""
-CONTEXT = 1 << 30
-"""CUDA's context, its loaded kernels, and NCCL's buffers, which are not torch's. An assumption too."""
+CONTEXT = 1 << 30  # CUDA's context, its loaded kernels, and NCCL's buffers, which are not torch's. An assumption too.
+# Share of a micro-step's memory, which graphs hold, that a forward beside them takes: a check, an evaluation
 BESIDE_GRAPHS = 0.25
-"""Share of a micro-step's memory, which graphs hold, that a forward beside them takes: a check, an evaluation."""
 
 Size = Literal["micro_batch", "sequence_length"]
 LARGEST = {"micro_batch": 1 << 16, "sequence_length": 1 << 24}
-MULTIPLE = {"micro_batch": 1, "sequence_length": 128}
-"""Sizes that are asked about: sequences in whole groups of a cast."""
+MULTIPLE = {"micro_batch": 1, "sequence_length": 128}  # Sizes that are asked about: sequences in whole groups of a cast
 MAX_GPUS = 1024
-TILE_TOKENS = 8192
-"""Tokens of an MLP's tile: enough for its products to fill a GPU."""
+TILE_TOKENS = 8192  # Tokens of an MLP's tile: enough for its products to fill a GPU
 
 _AMPERE = "no FP8 products: a configuration with FP8 on is refused there"
 _ADA = "FP8 products with scales per row and tensor (presets rowwise, tensorwise), not with block scales"
@@ -70,16 +67,15 @@ _BLACKWELL = "FP8 products through Transformer Engine's MXFP8 (power-of-two scal
 class GPU(NamedTuple):
     """A GPU as a training run finds it."""
 
-    gib: float
-    """Memory that CUDA reports in total, GiB: less than the name says."""
-    limits: str | None = None
-    """Limits of its FP8 products, None for a Hopper GPU, which has them all."""
+    gib: float  # Memory that CUDA reports in total, GiB: less than the name says
+    limits: str | None = None  # Limits of its FP8 products, None for a Hopper GPU, which has them all
 
     @property
     def bytes(self) -> int:
         return round(self.gib * 2**30)
 
 
+# Name -> GPU, on a machine where nothing else uses it
 GPUS = {
     "h100": GPU(79.1),
     "h200": GPU(139.7),
@@ -92,7 +88,6 @@ GPUS = {
     "rtx5090": GPU(31.3, _BLACKWELL),
     "rtx6000-ada": GPU(47.4, _ADA),
 }
-"""Name -> GPU, on a machine where nothing else uses it."""
 
 
 def gpu_of(name: str) -> GPU:
@@ -300,10 +295,8 @@ def search(fits: Callable[[int], bool], limit: int) -> int:
 class Remedy(NamedTuple):
     """A change that makes a stage fit."""
 
-    change: str
-    """Arguments to add to the command."""
-    device_bytes: int
-    """Memory that a GPU needs then."""
+    change: str  # Arguments to add to the command
+    device_bytes: int  # Memory that a GPU needs then
 
 
 def settings_that_fit(raw: Mapping[str, Any], gpus: int, memory_bytes: int) -> Remedy | None:

@@ -18,10 +18,8 @@ from ds_fp8.train.run_folder import write_atomically
 
 BEST = "best.json"
 GIB = 2**30
-NONE = "–"
-"""In a table, where there is no estimate."""
-WIDE = 200
-"""Columns of a table in a file, or for another program."""
+NONE = "–"  # In a table, where there is no estimate
+WIDE = 200  # Columns of a table in a file, or for another program
 
 
 def gib(size: float | None) -> str:

@@ -48,8 +48,7 @@ from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.stage import Lora, ModelConfig, resolve_batch
 from ds_fp8.train.stored_model import stored_config, stored_model
 
-BF16, FP32 = 2, 4
-"""Bytes of an element."""
+BF16, FP32 = 2, 4  # Bytes of an element
 Device = Literal["cuda", "cpu"]
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
@@ -71,8 +70,8 @@ _VALUES = {
     "mistralai/Mistral-7B-v0.3": ("mistral",     4096, 14336, 32, 32, 8,  32768,  32768, False),
     "google/gemma-3-1b-pt":      ("gemma3_text", 1152,  6912, 26,  4, 1, 262144,  32768,  True),
 }  # fmt: skip
+# Hugging Face name -> the configuration published under it, as far as memory depends on it
 SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, values, strict=True)) for name, values in _VALUES.items()}
-"""Hugging Face name -> the configuration published under it, as far as memory depends on it."""
 for _name in _VALUES:
     if "Qwen3" in _name:
         SHAPES[_name]["head_dim"] = 128
@@ -85,12 +84,10 @@ class ParameterShape:
     """One parameter of the model."""
 
     numel: int
-    cast: CastSpec | None
-    """Cast of the weight of an FP8 linear, or of experts gathered in FP8."""
+    cast: CastSpec | None  # Cast of the weight of an FP8 linear, or of experts gathered in FP8
     trainable: bool
     rows: int = 0
-    channels: int = 0
-    """Outlier channels of its input."""
+    channels: int = 0  # Outlier channels of its input
 
     @property
     def in_fp8(self) -> bool:
@@ -101,12 +98,9 @@ class ParameterShape:
 class LayerShape:
     """A decoder layer with attention and a gated MLP, or experts."""
 
-    module: nn.Module
-    """On the meta device, converted."""
-    mlp: nn.Module | None
-    """gate, up and down_proj, beside experts those of all tokens."""
-    experts: nn.Module | None
-    """Of transformers' interface: [E, 2I, H] and [E, H, I]."""
+    module: nn.Module  # On the meta device, converted
+    mlp: nn.Module | None  # gate, up and down_proj, beside experts those of all tokens
+    experts: nn.Module | None  # Of transformers' interface: [E, 2I, H] and [E, H, I]
     parameters: tuple[ParameterShape, ...]
 
     @property
@@ -130,22 +124,16 @@ class LayerShape:
 class ModelShape:
     """A causal language model: embeddings, decoder layers, final norm and head."""
 
-    decoder: nn.Module
-    """All but the head, on the meta device."""
+    decoder: nn.Module  # All but the head, on the meta device
     layers: tuple[LayerShape, ...]
-    outside: tuple[ParameterShape, ...]
-    """Parameters outside of the layers but for the head's: embeddings, norms."""
-    head: ParameterShape | None
-    """The head's weight; None where it is the embedding's."""
+    outside: tuple[ParameterShape, ...]  # Parameters outside of the layers but for the head's: embeddings, norms
+    head: ParameterShape | None  # The head's weight; None where it is the embedding's
     vocabulary: int
     hidden: int
-    embedding: int
-    """Elements of the token embedding."""
+    embedding: int  # Elements of the token embedding
     loss_without_logits: bool
-    longest: int | None
-    """max_position_embeddings, where there is such a limit."""
-    chosen: int
-    """Experts of a token, 0 without experts."""
+    longest: int | None  # max_position_embeddings, where there is such a limit
+    chosen: int  # Experts of a token, 0 without experts
 
     @property
     def parameters(self) -> tuple[ParameterShape, ...]:
@@ -168,23 +156,17 @@ class Workload:
     model: ModelShape
     fp8: FP8Config
     gpus: int
-    rows: int
-    """Rows of a micro-batch."""
-    sequence_length: int
-    """Tokens of a row, all of them where GPUs share it."""
+    rows: int  # Rows of a micro-batch
+    sequence_length: int  # Tokens of a row, all of them where GPUs share it
     zero: DeepSpeedZeroConfig
-    accumulation_bytes: int
-    """Bytes of an element of the gradient shards."""
+    accumulation_bytes: int  # Bytes of an element of the gradient shards
+    # True if DeepSpeed was told to use torch's AdamW, which needs a second copy of exp_avg_sq while it steps
     torch_adam: bool
-    """True if DeepSpeed was told to use torch's AdamW, which needs a second copy of exp_avg_sq while it steps."""
     activation_checkpointing: bool | Literal["offload"]
-    attention: str
-    """attn_implementation"""
-    own_optimizer: bool
-    """True where the optimizer is this package's AdamW."""
+    attention: str  # attn_implementation
+    own_optimizer: bool  # True where the optimizer is this package's AdamW
     device: Device = "cuda"
-    shared_by: int = 1
-    """GPUs that share a sequence."""
+    shared_by: int = 1  # GPUs that share a sequence
 
     @property
     def own_step(self) -> bool:

@@ -15,12 +15,11 @@ from ds_fp8.memory.shapes import BF16, FP32, ParameterShape, Workload
 from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.optim.moments import CHUNK, moment_bytes
 
-CORRECTION, OF_BF16 = 2, 2 + 1 / 8
-"""Bytes of a master beside its code, or its BF16 number."""
+CORRECTION, OF_BF16 = 2, 2 + 1 / 8  # Bytes of a master beside its code, or its BF16 number
 
+# Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
+# to nearest, or stochastically. What takes most: e4m3_expanded in groups of 128.
 EMULATED = {"1x128": (30, 69), "tensor": (23, 58)}
-"""Bytes an element that ds_fp8's own AdamW takes on a CPU, where it decodes and encodes moments in plain torch: rounded
-to nearest, or stochastically. What takes most: e4m3_expanded in groups of 128."""
 
 
 def shard_numel(parameters: Iterable[ParameterShape], gpus: int) -> int:
@@ -214,12 +213,11 @@ def _numel(parameters: Iterable[ParameterShape]) -> int:
 class Reduction(NamedTuple):
     """A bucket of gradients that is reduced in backward."""
 
-    layer: int
-    """Whose backward; -1: after the last of them."""
+    layer: int  # Whose backward; -1: after the last of them
     elements: int
+    # Elements of gradients that stay where autograd put them: of one too large for the bucket's buffer, of all with
+    # this package's step, which has no buffer
     outside: int
-    """Elements of gradients that stay where autograd put them: of one too large for the bucket's buffer, of all with
-    this package's step, which has no buffer."""
 
 
 def reductions(w: Workload) -> list[Reduction]:

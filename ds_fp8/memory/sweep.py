@@ -54,6 +54,7 @@ from ds_fp8.train.stage import Schedule, load_stage
 
 MOST_POINTS = 200
 GPUS = "gpus"
+# Changes of every run besides: as little evaluation as there may be, and a record of every step
 MEASURING = {
     "train.eval_batches": 1,
     "train.exact_match_problems": 0,
@@ -61,7 +62,6 @@ MEASURING = {
     "train.keep_best": False,
     "train.log_every": 1,
 }
-"""Changes of every run besides: as little evaluation as there may be, and a record of every step."""
 
 
 class PointConfig(Section):
@@ -85,8 +85,7 @@ class Point:
     """Settings to be measured."""
 
     name: str
-    settings: dict[str, Any]
-    """Dotted key -> value."""
+    settings: dict[str, Any]  # Dotted key -> value
     gpus: int
 
     def overrides(self, *, measuring: bool = True) -> list[str]:
@@ -191,13 +190,13 @@ def estimate_of(point: Point, raw: Mapping[str, Any], device: Device | None = No
 
 FILE, POINTS, OUTPUT, RUN = "sweep.jsonl", "points", "output.log", "run"
 OK, OUT_OF_MEMORY, FAILED, TIMEOUT, REFUSED = "ok", "out of memory", "failed", "timeout", "refused"
+# Status of a point that was ended from outside: neither a result nor the point's fault, so that it runs again
 KILLED = "killed"
-"""Status of a point that was ended from outside: neither a result nor the point's fault, so that it runs again."""
 
 PROGRAM = (sys.executable, "-m", TRAIN)
 _POLL = 0.2
+# Lets glibc give every tensor that is freed back to the system: on a CPU its resident memory is what is measured
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Lets glibc give every tensor that is freed back to the system: on a CPU its resident memory is what is measured."""
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory", re.IGNORECASE
 )
@@ -333,8 +332,8 @@ class Sweep:
     folder: Path
     steps: int
     timeout: float
+    # Shows a bar and a line for each point
     console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
-    """Shows a bar and a line for each point."""
 
     def run(self, points: list[Point]) -> list[Record]:
         """Return the records of all points, measured or found."""

@@ -15,8 +15,8 @@ from ds_fp8.monitor.statistics import PEAKS, SUMS, Rows, add_cast_statistics
 
 LABELS = {"input": "input", "weight": "weight", "grad_output": "output gradient", "grad_weight": "weight gradient"}
 TENSOR_CLASSES = tuple(LABELS)
+# Share of a cast's elements flushed to zero, and measurements in a row past a threshold, before a layer degrades
 MAX_FLUSHED, PATIENCE = 0.5, 3
-"""Share of a cast's elements flushed to zero, and measurements in a row past a threshold, before a layer degrades."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class CastFigures:
     amax: float | None  # largest magnitude; None where something was not finite
     saturated: float  # share of the elements beyond the largest number of their group's scale
     flushed: float  # share of the elements that were not zero and became it
+    # Signal-to-noise ratio, 10 log10(sum x² / sum (x - cast(x))²); None where nothing was lost, or not finite
     snr_db: float | None
-    """Signal-to-noise ratio, 10 log10(sum x² / sum (x - cast(x))²); None where nothing was lost, or not finite."""
     scale_min: float | None  # smallest scale of a group; None where all are zero, or not finite
     scale_max: float | None
 
@@ -45,8 +45,8 @@ class CastMonitor:
     def __init__(self, every: int):
         self.every = every
         self.steps = 0
+        # Shares {"saturated", "underflow"} of the last measured step, over all sites and classes together
         self.last: dict[str, float] | None = None
-        """Shares {"saturated", "underflow"} of the last measured step, over all sites and classes together."""
         self._columns: dict[tuple[str, str], int] = {}
         self._buffer: torch.Tensor | None = None
         self._reduce: Callable[[torch.Tensor, torch.Tensor], None] | None = None

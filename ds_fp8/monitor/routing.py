@@ -35,9 +35,9 @@ class RoutingMeasurement:
     """Router statistics of a measured step, the same on all ranks."""
 
     layers: dict[str, RoutingFigures]  # by name of the module of experts
+    # Load balancing loss before its coefficient, as the model returns it (`aux_loss`): the mean over micro-batches and
+    # ranks. None where it returns none.
     auxiliary_loss: float | None
-    """Load balancing loss before its coefficient, as the model returns it (`aux_loss`): the mean over micro-batches and
-    ranks. None where it returns none."""
 
     @property
     def mean(self) -> RoutingFigures:

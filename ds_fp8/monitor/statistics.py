@@ -18,11 +18,11 @@ from ds_fp8.config.formats import BLOCK, FORMATS, group_shape, is_native, is_of_
 
 SAMPLE = 2**20
 CHUNK = 2**24  # elements that are looked at together, for the sake of memory: 64 MiB in FP32
+# By how much a number divided by its scale may be rounded up: the largest of a group is not saturated by that
 QUOTIENT = 1 + 2.0**-20
-"""By how much a number divided by its scale may be rounded up: the largest of a group is not saturated by that."""
 
+# signal: squares of the numbers; noise: squares of what the cast changed them by
 SUMS = ("elements", "saturated", "flushed", "signal", "noise")
-"""signal: squares of the numbers; noise: squares of what the cast changed them by."""
 PEAKS = ("amax", "scale_max", "negative_scale_min")
 
 Rows = Callable[[slice], torch.Tensor]  # the given rows of a matrix that is nowhere in memory as a whole

@@ -54,7 +54,6 @@ def kept_amax(amax: torch.Tensor, scale_type: str) -> torch.Tensor:
 
 
 def _rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round the lowest bits of positive FP32 numbers away, to nearest even."""
     return (_shifted(x.view(torch.int32), bits) << bits).view(torch.float32)
 
 

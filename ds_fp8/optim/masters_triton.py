@@ -21,7 +21,6 @@ def _magnitude_of(code):
 
 @triton.jit
 def _shifted(word, BITS: tl.constexpr):
-    """Return integers without their lowest bits, rounded to nearest even."""
     return (word + ((1 << (BITS - 1)) - 1) + ((word >> BITS) & 1)) >> BITS
 
 

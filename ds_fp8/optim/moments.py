@@ -405,5 +405,4 @@ def draw(noise: torch.Generator | None, like: torch.Tensor) -> torch.Tensor | No
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:
-    """Return FP8 codes as bytes, which copy on every device."""
     return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes

@@ -43,24 +43,19 @@ _STYLE = {
     "legend.handlelength": 1.8,
     "svg.fonttype": "none",  # text as text: sharp, small, in the page's font
 }
-WIDTH = 4.8
-"""Inches of a chart, 346 CSS pixels: about as wide as a phone, so that its text is not scaled down there."""
-MAX_POINTS = 300
-"""Points of a curve; of more, means of neighbours are drawn."""
-GAP_POINTS = 25
-"""Points of the gap of the training losses, each a mean of as many steps."""
-EARLY = 0.2
-"""Share of the steps, from the first, that does not set the range of an axis: it is far off, or mere noise."""
-LEAST_CURVE = 4
-"""Points of a validation loss that are joined by a line; a line through fewer would look like a trend."""
+WIDTH = 4.8  # Inches of a chart, 346 CSS pixels: about as wide as a phone, so that its text is not scaled down there
+MAX_POINTS = 300  # Points of a curve; of more, means of neighbours are drawn
+GAP_POINTS = 25  # Points of the gap of the training losses, each a mean of as many steps
+EARLY = 0.2  # Share of the steps, from the first, that does not set the range of an axis: it is far off, or mere noise
+LEAST_CURVE = 4  # Points of a validation loss that are joined by a line; a line through fewer would look like a trend
+# Figures of routing that are drawn: title, the layer drawn beside the mean, and its name
 ROUTING = {
     "entropy": ("Entropy of tokens per expert, 1 = even", min, "lowest layer"),
     "largest_share": ("Largest expert's share of a layer's tokens", max, "highest layer"),
 }
-"""Figures of routing that are drawn: title, the layer drawn beside the mean, and its name."""
 
+# Decorator of functions that draw: matplotlib takes its style when each part is made
 styled = matplotlib.rc_context(_STYLE)
-"""Decorator of functions that draw: matplotlib takes its style when each part is made."""
 
 
 def chart(title: str, unit: str = "", height: float = 2.9) -> tuple[Figure, Any]:

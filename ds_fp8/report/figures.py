@@ -70,13 +70,11 @@ class HealthTable:
     """The worst value of one figure by decoder layer and tensor class, over all measured steps."""
 
     title: str
-    digits: int
-    """Digits after the point that are shown."""
+    digits: int  # Digits after the point that are shown
     columns: list[str]
+    # Names of the layers; of each value also how alarming it is, from 0 to 1
     rows: list[tuple[str, list[tuple[float | None, float]]]]
-    """Names of the layers; of each value also how alarming it is, from 0 to 1."""
-    all_clear: str
-    """What can be said where every value is 0; else empty."""
+    all_clear: str  # What can be said where every value is 0; else empty
 
 
 class _Figure(NamedTuple):
@@ -84,8 +82,7 @@ class _Figure(NamedTuple):
     digits: int
     unit: float
     worst: Callable[[list[float]], float]
-    heat: Callable[[float], float]
-    """How alarming a value is."""
+    heat: Callable[[float], float]  # How alarming a value is
     all_clear: str = ""
 
 

@@ -37,15 +37,14 @@ EMULATED = (
     "Measured on a CPU, where FP8 is emulated: losses, answers and bytes are those of FP8, memory and speed say "
     "nothing about a GPU."
 )
+# Figures of a mixture of experts: name, key, how it is shown and in which unit; means over the layers
 ROUTING_ROWS = (
     ("entropy of tokens per expert, end", "entropy", "{:.3f}", 1.0),
     ("largest expert's share, %, end", "largest_share", "{:.1f}", 0.01),
     ("experts without tokens a layer, end", "experts_without_tokens", "{:.1f}", 1.0),
     ("auxiliary loss, end", "auxiliary_loss", "{:.4f}", 1.0),
 )
-"""Figures of a mixture of experts: name, key, how it is shown and in which unit; means over the layers."""
-OPEN_ANSWERS = 3
-"""Answers that are shown before the fold."""
+OPEN_ANSWERS = 3  # Answers that are shown before the fold
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,8 @@ class Page:
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
     charts: Sequence[str] = ()
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """When, where and how it was measured."""
-    text: Sequence[str] = ()
-    """Paragraphs after everything else: what the figures mean."""
+    facts: Mapping[str, str] = field(default_factory=dict)  # When, where and how it was measured
+    text: Sequence[str] = ()  # Paragraphs after everything else: what the figures mean
     stages: Sequence[Mapping[str, Any]] = ()
     start_report: Mapping[str, Any] = field(default_factory=dict)
 

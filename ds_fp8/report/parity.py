@@ -39,8 +39,7 @@ from ds_fp8.train.run_folder import RESULT, write_atomically
 from ds_fp8.train.stage import Stage
 
 JSON = "parity.json"
-LONGER = "fp8_longer"
-"""Folder of the runs in FP8 that were made again, with more steps."""
+LONGER = "fp8_longer"  # Folder of the runs in FP8 that were made again, with more steps
 LOSSES_ALONG = {TRAINED: "validation_loss", WEIGHTS: BF16_LOSS}
 REACHED = (
     "DeepSpeed's BF16 trains to its own final validation loss, FP8 until it is there. Each length is a run of its own, "
@@ -55,20 +54,18 @@ TEXT = (
     "Gap is FP8's final validation loss against BF16's of the same seed, a mean over seeds ± its standard error, of "
     "the seeds at which neither diverged.",
 )
+# The twins of each point of a grid, one a seed; the stage as it is has the name ""
 Points = Mapping[str, Sequence[Comparison]]
-"""The twins of each point of a grid, one a seed; the stage as it is has the name ""."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """One run of a comparison."""
 
-    kind: str
-    """One of KINDS, or LONGER."""
+    kind: str  # One of KINDS, or LONGER
     seed: int
     point: str = ""
-    changes: tuple[str, ...] = ()
-    """KEY=VALUE of the point."""
+    changes: tuple[str, ...] = ()  # KEY=VALUE of the point
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.kind, self.point, f"seed {self.seed}")))

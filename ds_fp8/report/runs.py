@@ -19,6 +19,7 @@ from ds_fp8.train.run_folder import BATCH_KEYS, CONFIG, FREE, METRICS, RESULT, I
 from ds_fp8.train.stage import resolve_batch
 
 _STARTS = ("train.init_from", "train.resume")
+# Keys and sections in which a run in FP8 and its twin in BF16 may differ: casts, paths, what is saved and written
 _FREE_IN_TWINS = {
     *FREE,
     *("fp8", *_STARTS, "train.eval_bf16", "train.compact_checkpoints"),
@@ -26,9 +27,7 @@ _FREE_IN_TWINS = {
     *("train.steps", "train.epochs", "train.spike", "train.spike_threshold"),
     *("train.eval_batches", "train.exact_match_problems", "train.max_new_tokens"),
 }
-"""Keys and sections in which a run in FP8 and its twin in BF16 may differ: casts, paths, what is saved and written."""
-KINDS = ("fp8", "bf16")
-"""Folders of a comparison: FP8 runs in fp8/NAME, their BF16 twins in bf16/NAME."""
+KINDS = ("fp8", "bf16")  # Folders of a comparison: FP8 runs in fp8/NAME, their BF16 twins in bf16/NAME
 
 
 class RunRecord:
@@ -101,12 +100,10 @@ class RunRecord:
 class Comparison:
     """A run, beside its twin where there is one."""
 
-    name: str
-    """Name of the stage or the seed."""
+    name: str  # Name of the stage or the seed
     run: RunRecord
     twin: RunRecord | None = None
-    longer: RunRecord | None = None
-    """The run again, with more steps."""
+    longer: RunRecord | None = None  # The run again, with more steps
 
     @property
     def columns(self) -> dict[str, RunRecord]:

@@ -12,22 +12,20 @@ from ds_fp8.config.errors import clipped
 from ds_fp8.monitor.records import FALLBACK
 from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
 
+# Relative gap of the final losses up to which FP8 counts as equal, as DeepSeek-V3 (arXiv 2412.19437) reports it
 TOLERANCE = 0.0025
-"""Relative gap of the final losses up to which FP8 counts as equal, as DeepSeek-V3 (arXiv 2412.19437) reports it."""
-SIGMAS = 2.0
-"""Standard errors up to which a difference counts as chance."""
+SIGMAS = 2.0  # Standard errors up to which a difference counts as chance
+# Steps of a short run, and the relative gap of one seed of it up to which it may be chance: of the quickstart's stages
+# seeds and presets differ by 3% in both directions (docs/log/quickstart.md)
 SHORT, ONE_SHORT_RUN = 1000, 0.05
-"""Steps of a short run, and the relative gap of one seed of it up to which it may be chance: of the quickstart's stages
-seeds and presets differ by 3% in both directions (docs/log/quickstart.md)."""
 TRAINED, WEIGHTS = "final_loss", "final_loss_bf16"
+# Keys of result.json: validation loss as trained, with casts, and of the exported BF16 weights, without
 LOSSES = (TRAINED, WEIGHTS)
-"""Keys of result.json: validation loss as trained, with casts, and of the exported BF16 weights, without."""
 Level = Literal["good", "undecided", "look", "bad"]
+# Levels, from the best to the worst. Undecided is neither: more seeds decide.
 WORDS: dict[Level, str] = {"good": "passed", "undecided": "undecided", "look": "needs a look", "bad": "failed"}
-"""Levels, from the best to the worst. Undecided is neither: more seeds decide."""
 LEVELS = tuple(WORDS)
-MOST_KEYS, LONGEST_VALUE = 5, 40
-"""Keys that are named in a headline, and characters of their values."""
+MOST_KEYS, LONGEST_VALUE = 5, 40  # Keys that are named in a headline, and characters of their values
 MORE_SEEDS = "ds-fp8 parity --seeds 3"
 
 
@@ -36,10 +34,8 @@ class Verdict:
     """A conclusion and its reasons."""
 
     level: Level
-    headline: str
-    """What a stranger can conclude, in one line."""
-    figures: str = ""
-    """What it rests on."""
+    headline: str  # What a stranger can conclude, in one line
+    figures: str = ""  # What it rests on
 
     @property
     def passed(self) -> bool:
@@ -58,10 +54,8 @@ class Gap:
     """FP8 / BF16 - 1 of a final loss, over seeds."""
 
     mean: float
-    error: float | None
-    """Standard error of the mean, None for one seed."""
-    chance: float = 0.0
-    """The difference of one seed that chance may make."""
+    error: float | None  # Standard error of the mean, None for one seed
+    chance: float = 0.0  # The difference of one seed that chance may make
 
     def level(self, tolerance: float) -> Level:
         if self.mean <= tolerance:
@@ -79,8 +73,8 @@ class ExactMatch:
 
     fp8: float
     bf16: float
+    # Standard error of the difference: of the problems that were drawn and, over several seeds, of the seed
     error: float
-    """Standard error of the difference: of the problems that were drawn and, over several seeds, of the seed."""
 
     @property
     def difference(self) -> float:

@@ -20,8 +20,8 @@ import torch
 class TableCodec:
     """Codec (config/formats.py) of a format by the list of its numbers."""
 
+    # Numbers from 0 upwards. The code of magnitudes[i] is i, that of its negative i + 2^(bits - 1).
     magnitudes: tuple[float, ...]
-    """Numbers from 0 upwards. The code of magnitudes[i] is i, that of its negative i + 2^(bits - 1)."""
     bits: int
 
     def encode(self, x: torch.Tensor, draw: torch.Tensor | None = None) -> torch.Tensor:

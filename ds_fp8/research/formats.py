@@ -114,9 +114,8 @@ def scales_of_least_error(x: torch.Tensor, format: str, granularity: str) -> tor
     return torch.where(errors[1] < errors[0], half, whole)  # equal, or NaN: whole
 
 
+# The largest numbers of E4M3 and of E5M2 are 1.75, 1.5, 1.25 and 1 times a power of two: so many sevenths of the first
 FITTED_SEVENTHS = (7, 6, 5, 4)
-"""The largest numbers of E4M3 and of E5M2 are 1.75, 1.5, 1.25 and 1 times a power of two: so many sevenths of the
-first."""
 
 
 def fitted_scales(x: torch.Tensor, format: str, granularity: str = "1x128") -> torch.Tensor:

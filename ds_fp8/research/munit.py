@@ -69,11 +69,11 @@ def _configuration(base: type[PretrainedConfig], name: str) -> type[PretrainedCo
     class Configuration(base):
         model_type = name
         initializer_range: float = 1.0
+        # Share of a branch in the variance of the residual sum; null: one over the number of branches, which leaves the
+        # embedding 1/e of the variance behind the last
         munit_tau: float | None = None
-        """Share of a branch in the variance of the residual sum; null: one over the number of branches, which leaves
-        the embedding 1/e of the variance behind the last."""
+        # Hidden size at which the optimizer's learning rate is meant; null: the model's own
         munit_base_width: int | None = None
-        """Hidden size at which the optimizer's learning rate is meant; null: the model's own."""
 
         def __post_init__(self, **kwargs: Any) -> None:
             super().__post_init__(**kwargs)

@@ -113,8 +113,8 @@ class Operand:
     """A matrix [R, K], contracted along K, as Transformer Engine's MXFP8 storage keeps it."""
 
     codes: torch.Tensor  # uint8, contiguous, padded to multiples of 32: [R, K], or [K, R] if `columnwise`
+    # E8M0 as uint8, contiguous: [R, K/32] padded to multiples of (128, 4), or its transpose if `columnwise`
     scales: torch.Tensor
-    """E8M0 as uint8, contiguous: [R, K/32] padded to multiples of (128, 4), or its transpose if `columnwise`."""
     columnwise: bool
     format: str
 

@@ -12,6 +12,7 @@ _MXFP8 = {"format": "e4m3", "granularity": "1x32"}
 _INT8 = {"format": "int8", "granularity": "tensor", "scale": "fp32"}
 _NVFP4 = {"format": "e2m1", "granularity": "1x16", "scale": "e4m3"}
 _MXFP4 = {"format": "e2m1", "granularity": "1x32"}
+# Those that say "Emulated here" only the reference multiplies
 PRESETS: dict[str, dict[str, Any]] = {
     # Munit scaling (arXiv 2502.05967): no scale follows an amax. E4M3 as it is; E5M2 output gradients times 2^24.
     # That is our choice: gradients of a mean loss are about 1 / (tokens * hidden size), 2^-18 to 2^-36, and E5M2 goes
@@ -73,4 +74,3 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Those that say "Emulated here" only the reference multiplies."""

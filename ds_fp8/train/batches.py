@@ -15,12 +15,12 @@ from ds_fp8.data.rows import budgeted_micro_batches, local_micro_batches
 from ds_fp8.layers.attention import documents
 from ds_fp8.train.stage import Stage
 
+# `input_ids`, `labels` and `position_ids`, int64 [rows, tokens]. Where ranks share sequences, a rank's slice of them,
+# with `labels` moved to the token before, and once more as `shift_labels`.
 Batch = dict[str, torch.Tensor]
-"""`input_ids`, `labels` and `position_ids`, int64 [rows, tokens]. Where ranks share sequences, a rank's slice of them,
-with `labels` moved to the token before, and once more as `shift_labels`."""
 
+# Micro-batches made by tokens are padded to a multiple of this many: the edge of a block of scales
 LENGTH_MULTIPLE = 128
-"""Micro-batches made by tokens are padded to a multiple of this many: the edge of a block of scales."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,10 @@ class StepBatches:
     """The micro-batches of one optimizer step on this rank, and the size of the step over all ranks."""
 
     batches: list[Batch]
+    # FP32 []: what the summed loss of each micro-batch is divided by, the step's label tokens over its micro-batches on
+    # all ranks: the mean of these is the step's mean loss per token, however unevenly label tokens are spread
     items: torch.Tensor
-    """FP32 []: what the summed loss of each micro-batch is divided by, the step's label tokens over its micro-batches
-    on all ranks: the mean of these is the step's mean loss per token, however unevenly label tokens are spread."""
-    tokens: int
-    """Tokens over all ranks, padding included."""
+    tokens: int  # Tokens over all ranks, padding included
 
     def to(self, device: torch.device) -> StepBatches:
         """Return the same on a device; the host waits only where memory is not pinned.

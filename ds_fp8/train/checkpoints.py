@@ -39,26 +39,17 @@ class Damaged(Exception):
 class RunState:
     """Position at which a run begins or resumes."""
 
-    step: int = 0
-    """Steps of this stage that are done and saved."""
-    data_step: int = 0
-    """Batches of training data that are used up or left out."""
-    losses: tuple[float, ...] = ()
-    """The last losses, for the detection of spikes."""
-    checkpoint: Path | None = None
-    """Checkpoint to load: one of this run, or of the run that `train.resume` names."""
-    ranks: int | None = None
-    """Number of ranks that wrote it."""
-    other_shards: bool = False
-    """Whether ranks hold other parts of the optimizer's state than those that wrote it."""
-    data: list[dict[str, Any]] | None = None
-    """Of each source of data what the run read (`StageData.identity`)."""
+    step: int = 0  # Steps of this stage that are done and saved
+    data_step: int = 0  # Batches of training data that are used up or left out
+    losses: tuple[float, ...] = ()  # The last losses, for the detection of spikes
+    checkpoint: Path | None = None  # Checkpoint to load: one of this run, or of the run that `train.resume` names
+    ranks: int | None = None  # Number of ranks that wrote it
+    other_shards: bool = False  # Whether ranks hold other parts of the optimizer's state than those that wrote it
+    data: list[dict[str, Any]] | None = None  # Of each source of data what the run read (`StageData.identity`)
+    # Files of the frozen weights that the checkpoint leaves out (`Manifest.base`)
     base: Mapping[str, str] = field(default_factory=dict)
-    """Files of the frozen weights that the checkpoint leaves out (`Manifest.base`)."""
-    result: dict[str, Any] | None = None
-    """Result of a run that has finished."""
-    records: int = 0
-    """Records in metrics.jsonl of the steps before `step`, known to rank 0."""
+    result: dict[str, Any] | None = None  # Result of a run that has finished
+    records: int = 0  # Records in metrics.jsonl of the steps before `step`, known to rank 0
 
 
 @dataclass(frozen=True)
@@ -66,30 +57,25 @@ class SavedFile:
     """A file of a checkpoint."""
 
     bytes: int
-    hash: str
-    """XXH3, 128 bits, in hexadecimal digits."""
-    rank: int
-    """The rank that wrote it."""
+    hash: str  # XXH3, 128 bits, in hexadecimal digits
+    rank: int  # The rank that wrote it
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Identity and files of a checkpoint."""
 
-    step: int
-    """Optimizer steps of the stage that are done."""
-    ranks: int
-    """Number of ranks that wrote it."""
+    step: int  # Optimizer steps of the stage that are done
+    ranks: int  # Number of ranks that wrote it
     global_batch: int
     data_step: int
     losses: tuple[float, ...]
-    config: dict[str, Any]
-    """The stage's JSON."""
+    config: dict[str, Any]  # The stage's JSON
     versions: dict[str, str]
     files: dict[str, SavedFile]
     data: list[dict[str, Any]] = field(default_factory=list)
+    # Hashes of the files that frozen weights are read from again, by name; empty where the checkpoint holds them
     base: dict[str, str] = field(default_factory=dict)
-    """Hashes of the files that frozen weights are read from again, by name; empty where the checkpoint holds them."""
     records: int = 0
 
     @property

@@ -25,8 +25,7 @@ from ds_fp8.train.batches import Batch, label_tokens, micro_batches
 from ds_fp8.train.stage import Stage
 
 QUESTIONS_AT_ONCE = 64
-MAX_SAMPLES = 12
-"""Answers that are kept as text."""
+MAX_SAMPLES = 12  # Answers that are kept as text
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,8 @@ class Sample:
 class Answers:
     """Answers of a model."""
 
-    exact_match: float
-    """Share of all questions that were answered rightly, from 0 to 1."""
-    samples: list[Sample]
-    """The first of this rank's questions."""
+    exact_match: float  # Share of all questions that were answered rightly, from 0 to 1
+    samples: list[Sample]  # The first of this rank's questions
 
 
 class Alone(torch.nn.Module):

@@ -44,21 +44,18 @@ from ds_fp8.train.processes import Interrupt
 from ds_fp8.train.saving import CheckpointWriter
 from ds_fp8.train.stage import Stage
 
+# After about so long losses are read, and signals looked for, even where nothing is logged: from a signal on, a
+# launcher gives ranks 30 s, checkpoint included
 SECONDS_UNREAD = 2.0
-"""After about so long losses are read, and signals looked for, even where nothing is logged: from a signal on, a
-launcher gives ranks 30 s, checkpoint included."""
-MOST_ROLLBACKS = 3
-"""Rollbacks to one checkpoint, after which a run goes on in spite of a spike."""
+MOST_ROLLBACKS = 3  # Rollbacks to one checkpoint, after which a run goes on in spite of a spike
 
 
 @dataclass(frozen=True)
 class Reading:
     """Figures of the steps since the last reading."""
 
-    losses: list[float]
-    """Mean loss per label token of every step, in nats, oldest first."""
-    record: Record
-    """Figures of the last of them; seconds and bytes on the wire are means over all of them."""
+    losses: list[float]  # Mean loss per label token of every step, in nats, oldest first
+    record: Record  # Figures of the last of them; seconds and bytes on the wire are means over all of them
 
 
 class Steps:
@@ -151,8 +148,7 @@ class Spike(NamedTuple):
     """A loss that stands out."""
 
     step: int
-    score: float
-    """Standard deviations above the losses before it."""
+    score: float  # Standard deviations above the losses before it
 
 
 class TrainingLoop:
@@ -174,12 +170,10 @@ class TrainingLoop:
         # A forward may have kernels to compile, or hundreds of tokens to generate, before the next check.
         self._check_slow = partial(interrupt.check, slow=True)
         self.steps = Steps(stage, data, engine)
-        self.saved = state
-        """State in the last checkpoint of this run; its `checkpoint` is None before the first."""
+        self.saved = state  # State in the last checkpoint of this run; its `checkpoint` is None before the first
         if not state.step:
             self.saved = RunState(0, state.data_step)
-        self.rollbacks = 0
-        """Rollbacks to the last checkpoint."""
+        self.rollbacks = 0  # Rollbacks to the last checkpoint
         self.writer = CheckpointWriter(engine, stage, logger.info)
         self.health = RunHealth(engine.fp8.health, log, self._send)
         self._go_to(state)

@@ -38,23 +38,17 @@ from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.zero.collectives import allocated_bytes
 
-ANSWERS = "answers"
-"""The event with the first answers of an evaluation, as text."""
+ANSWERS = "answers"  # The event with the first answers of an evaluation, as text
+# Validation loss, after the last step, of the BF16 weights without casts; in a run that casts
 BF16_LOSS = "validation_loss_bf16"
-"""Validation loss, after the last step, of the BF16 weights without casts; in a run that casts."""
 BYTES = ("all_gather_bytes", "grad_bytes", "exchange_bytes")
 LAST_LOSSES = 10
-LOST = "records lost"
-"""The event of a resume that found fewer records than were written before its checkpoint."""
-LINES = 20
-"""Lines about steps that a run prints where its output is not a terminal."""
+LOST = "records lost"  # The event of a resume that found fewer records than were written before its checkpoint
+LINES = 20  # Lines about steps that a run prints where its output is not a terminal
 SECONDS_BETWEEN_LINES = 10.0
-LEAST_HISTORY = 20
-"""Losses to have seen before one can stand out."""
-NORMAL_MAD = 1.4826
-"""Standard deviation over median absolute deviation, for normally distributed values."""
-LEAST_SPREAD = 1e-3
-"""Part of the median below which the spread of losses is not believed."""
+LEAST_HISTORY = 20  # Losses to have seen before one can stand out
+NORMAL_MAD = 1.4826  # Standard deviation over median absolute deviation, for normally distributed values
+LEAST_SPREAD = 1e-3  # Part of the median below which the spread of losses is not believed
 
 
 def read_metrics(file: Path, last_step: int = sys.maxsize) -> list[Record]:
@@ -72,8 +66,8 @@ class MetricsLog:
     """Appends to `file` on the rank that writes (rank 0), which alone keeps the records of training steps in memory."""
 
     def __init__(self, file: Path, records: list[Record], writes: bool) -> None:
+        # Evaluations, saves, health and the like, on every rank
         self.events = [record for record in records if "loss" not in record]
-        """Evaluations, saves, health and the like, on every rank."""
         self.records = list(records) if writes else self.events
         self._file = None
         if writes:

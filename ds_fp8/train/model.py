@@ -42,8 +42,8 @@ from ds_fp8.train.stored_model import (
     weight_files,
 )
 
+# Keys that Hugging Face configurations take without having them as attributes
 _UNLISTED_KEYS = {"model_type", "architectures", "head_dim", "rope_theta", "rope_scaling", "dtype", "torch_dtype"}
-"""Keys that Hugging Face configurations take without having them as attributes."""
 
 
 def load_model_config(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -39,8 +39,7 @@ except ImportError:  # torch < 2.10
     varlen_attn = None
 
 NAME = "packed"
-LARGEST_HEAD = 256
-"""Features of a head up to which the variable-length kernel works."""
+LARGEST_HEAD = 256  # Features of a head up to which the variable-length kernel works
 
 
 def register(name: str = NAME) -> None:

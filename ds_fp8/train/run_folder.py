@@ -40,8 +40,8 @@ FREE = {
     *("train.save_every", "train.keep_last", "train.keep_best", "train.async_save", "train.max_failed_saves"),
     *("train.spike", "train.spike_threshold", "train.exact_match_problems", "train.max_new_tokens", "train.timeout"),
 }
+# Keys that also may change on another number of ranks: the batch is compared as a whole then
 BATCH_KEYS = (TRAIN_BATCH, MICRO_BATCH, ACCUMULATION)
-"""Keys that also may change on another number of ranks: the batch is compared as a whole then."""
 
 
 class Invalid(Exception):

@@ -39,8 +39,8 @@ from ds_fp8.train.stage import Stage
 from ds_fp8.zero.deepspeed.checkpoints import checkpoint_files, copy_recovery_scripts
 
 T = TypeVar("T")
+# Time that ranks wait for the slowest of them to write its part of an asynchronous checkpoint
 MAX_WRITE = timedelta(hours=4)
-"""Time that ranks wait for the slowest of them to write its part of an asynchronous checkpoint."""
 
 
 class SaveFailed(Exception):
@@ -78,8 +78,8 @@ class HostCopies:
     """Host memory for the copies, kept from one save to the next: pinned for tensors of an accelerator."""
 
     def __init__(self) -> None:
+        # By bytes and whether they are pinned, which takes seconds
         self._buffers: dict[tuple[int, bool], list[torch.Tensor]] = {}
-        """By bytes and whether they are pinned, which takes seconds."""
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
@@ -119,8 +119,7 @@ class CheckpointWriter:
         self._saved: RunState | None = None
         self._error: Exception | None = None
         self._failed_saves = 0
-        self.failure: SaveFailed | None = None
-        """Why the save that `finish` waited for last failed, if it did."""
+        self.failure: SaveFailed | None = None  # Why the save that `finish` waited for last failed, if it did
 
     def save(self, state: RunState, losses: Mapping[int, float]) -> None:
         """Save a checkpoint of `state`, or begin to where saving is asynchronous; `finish` says how that went.

@@ -35,11 +35,9 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.train.batches import Batch
 from ds_fp8.train.evaluation import label_logits
 
-_LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks)\.\d+)\.")
-"""Beginning of the name of a linear in a decoder layer."""
+_LAYER = re.compile(r"^(.*?\b(?:layers|h|blocks)\.\d+)\.")  # Beginning of the name of a linear in a decoder layer
 
-Figures = dict[str, Any]
-"""Cost of the casts of a part, while nothing else is cast: as sensitivity.json has it."""
+Figures = dict[str, Any]  # Cost of the casts of a part, while nothing else is cast: as sensitivity.json has it
 
 
 def rows_of(
@@ -52,10 +50,8 @@ def rows_of(
 class Measured(NamedTuple):
     """Figures of a model on rows of text: FP64 [R] all."""
 
-    losses: torch.Tensor
-    """Mean over the tokens of each row, in nats."""
-    divergences: torch.Tensor
-    """Mean over the tokens of each row of KL(without casts || this model), in nats."""
+    losses: torch.Tensor  # Mean over the tokens of each row, in nats
+    divergences: torch.Tensor  # Mean over the tokens of each row of KL(without casts || this model), in nats
     tokens: torch.Tensor
 
     @property

@@ -42,14 +42,10 @@ from ds_fp8.train.stored_model import (
 class Serving:
     """Products of a model with FP8 weights: which are computed as served, and which are not."""
 
-    inputs: str | None
-    """Cast of the inputs; None: they are not cast."""
-    layers: list[str] = field(default_factory=list)
-    """Names of the linear layers that multiply codes."""
-    decoded: list[str] = field(default_factory=list)
-    """Names of stored weights in FP8 that are multiplied in BF16 here."""
-    note: str | None = None
-    """Why some weights are in BF16."""
+    inputs: str | None  # Cast of the inputs; None: they are not cast
+    layers: list[str] = field(default_factory=list)  # Names of the linear layers that multiply codes
+    decoded: list[str] = field(default_factory=list)  # Names of stored weights in FP8 that are multiplied in BF16 here
+    note: str | None = None  # Why some weights are in BF16
 
     def __str__(self) -> str:
         served = f"{len(self.layers)} linear layers as served, inputs cast {self.inputs}" if self.layers else ""

@@ -36,18 +36,15 @@ from ds_fp8.export.plan import SCALED
 from ds_fp8.train.checkpoints import step_beyond_result
 
 COMPRESSED_TENSORS = "compressed-tensors"
-Form = str | tuple[int, int]
-""""tensor", "channel", or the rows and columns of a block."""
-UNSTATED: tuple[Form, ...] = ("tensor", "channel")
-"""Forms that the shape of the scales alone tells."""
+Form = str | tuple[int, int]  # "tensor", "channel", or the rows and columns of a block
+UNSTATED: tuple[Form, ...] = ("tensor", "channel")  # Forms that the shape of the scales alone tells
 MODELOPT: dict[str, Form] = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": (128, 128)}
 SCALES = ("_scale_inv", "_scale", "_weight_scale")
 CODES = ("F8_E4M3", "F8_E5M2")
+# Scales of activations and caches, which weights do not depend on
 OF_ACTIVATIONS = re.compile(r"(^|[._])(input|output|act|activation|[qkv]|kv|prob|[kv]_cache|kv_cache)_scale(_inv)?$")
-"""Scales of activations and caches, which weights do not depend on."""
 ANY_SCALE = re.compile(r"scale(_inv|_\d+)?$|zero_point$|_(packed|absmax|qzeros)$")
-_SHOWN = 3
-"""Names of missing weights that an error lists."""
+_SHOWN = 3  # Names of missing weights that an error lists
 
 
 @dataclass(frozen=True)
@@ -321,8 +318,7 @@ def _block(sizes: Any) -> tuple[Form, ...] | None:
 class Codes:
     """A stored FP8 weight. `codes[...]` decodes it, so that transformers reads it as a slice of a file."""
 
-    codes: Any
-    """Slice of a file, [..., N, K] float8."""
+    codes: Any  # Slice of a file, [..., N, K] float8
     scales: Any
     form: Form
 

@@ -18,11 +18,10 @@ from ds_fp8.config.errors import UserError, first_paragraph
 from ds_fp8.config.log import logger
 from ds_fp8.train import packed_attention
 
+# Of the copy: its layers, tokens of each of two documents in a row, its vocabulary, and the width of its MLPs
 LAYERS, LENGTH, VOCABULARY, WIDTH = 2, 16, 512, 256
-"""Of the copy: its layers, tokens of each of two documents in a row, its vocabulary, and the width of its MLPs."""
 _OWN_NAME = "ds_fp8_trial"
-TOLERANCE = 1e-3
-"""Of relative differences in FP32, where sums may have another order."""
+TOLERANCE = 1e-3  # Of relative differences in FP32, where sums may have another order
 
 
 def check_rows(config: PretrainedConfig, attention: str) -> None:

@@ -369,7 +369,6 @@ class AllGather:
 
 
 def _padded(weights: Iterable[FP8Param]) -> bool:
-    """Return whether one of them leaves a hole before the next: a product reads no holes."""
     return any(weight.shard.world * weight.data_numel > weight.unsharded_numel for weight in weights)
 
 

@@ -351,5 +351,4 @@ class OutlierResiduals:
             setattr(one.weight.parameter, RESIDUAL, one.residual.view(dtype))
 
     def _from(self, first: OutlierWeight, last: OutlierWeight) -> torch.Tensor:
-        """Return the buffer from the residuals of one weight to those of another."""
         return self._buffer[first.residual.storage_offset() : last.residual.storage_offset() + last.residual.numel()]

@@ -46,8 +46,8 @@ from ds_fp8.layers.attention.cudnn import BACKWARD, FORWARD, Saved
 from ds_fp8.layers.attention.fp8_attention import fp8_attention, gradient_scales, quantize_heads
 from ds_fp8.layers.decoder.rotary import HeadLayout
 
+# (q [B, heads, S, D], k and v [B, kv_heads, S, D]) -> [B, S, heads, D]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q [B, heads, S, D], k and v [B, kv_heads, S, D]) -> [B, S, heads, D]"""
 
 NAMES = ("output", "dq", "dk", "dv")
 

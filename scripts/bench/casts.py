@@ -48,8 +48,7 @@ from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gat
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import dgrad_operand
 
-EPS = 1e-6
-"""Epsilon of RMSNorm."""
+EPS = 1e-6  # Epsilon of RMSNorm
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class Operation:
     """Something to time."""
 
     name: str
-    casts: str
-    """Description of its FP8 results; together with `name` it tells operations apart."""
+    casts: str  # Description of its FP8 results; together with `name` it tells operations apart
     elements: int
     bytes_per_element: float
     run: Callable[[], Any]

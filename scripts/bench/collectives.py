@@ -40,10 +40,8 @@ class Measured(NamedTuple):
     """Time and bytes of one collective."""
 
     milliseconds: float | None = None
-    sent: int | None = None
-    """Bytes."""
-    held: int | None = None
-    """Bytes that gathered weights occupy on the GPU until they are released."""
+    sent: int | None = None  # Bytes
+    held: int | None = None  # Bytes that gathered weights occupy on the GPU until they are released
 
 
 class Layer(nn.Module):

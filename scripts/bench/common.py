@@ -26,11 +26,10 @@ from ds_fp8.gemm import BACKENDS, unavailable
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
 PACKAGES = ("ds-fp8", "torch", "triton", "transformer-engine", "transformers", "liger-kernel", "torchao", "deepspeed")
-TABLE_WIDTH = 240
-"""Columns of a table that goes to a file or a pipe, where nobody says how wide the screen is."""
+TABLE_WIDTH = 240  # Columns of a table that goes to a file or a pipe, where nobody says how wide the screen is
 
+# Spread of random weights and output gradients; inputs have 1. Only the errors depend on it, and barely.
 WEIGHT_STD, GRADIENT_STD = 0.02, 1e-3
-"""Spread of random weights and output gradients; inputs have 1. Only the errors depend on it, and barely."""
 
 
 class ModelSize(NamedTuple):
@@ -41,8 +40,7 @@ class ModelSize(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    tied: bool = False
-    """True if embedding and head are one matrix."""
+    tied: bool = False  # True if embedding and head are one matrix
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Return (output features N, input features K) by name; q, k, v and gate, up are each one product."""

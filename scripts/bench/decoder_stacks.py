@@ -57,15 +57,11 @@ class Stack:
     """Decoder layers and how they are called."""
 
     layers: nn.ModuleList
-    call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
-    """(layer, x [B, S, H]) -> [B, S, H]"""
-    context: Callable[[], AbstractContextManager] = contextlib.nullcontext
-    """Around the forward of all layers."""
+    call: Callable[[nn.Module, torch.Tensor], torch.Tensor]  # (layer, x [B, S, H]) -> [B, S, H]
+    context: Callable[[], AbstractContextManager] = contextlib.nullcontext  # Around the forward of all layers
     recompute: Callable[..., torch.Tensor] = recompute_in_backward
-    same_weights: bool = True
-    """True if its results can be compared with those of the other stacks."""
-    backend: str | None = None
-    """Backend of this library that multiplies."""
+    same_weights: bool = True  # True if its results can be compared with those of the other stacks
+    backend: str | None = None  # Backend of this library that multiplies
 
     def step(
         self, x: torch.Tensor, dy: torch.Tensor, recompute: bool = False
@@ -88,11 +84,9 @@ class Contestant:
     """A kind of stack, one or two rows of the table."""
 
     name: str
-    weights: str
-    """Their precision in memory: "bf16" ones are cast in every step."""
+    weights: str  # Their precision in memory: "bf16" ones are cast in every step
     build: Callable[[Shape], Stack]
-    missing: Callable[[], str | None]
-    """Reason that it cannot be measured here, or None."""
+    missing: Callable[[], str | None]  # Reason that it cannot be measured here, or None
     is_peer: bool = True
     compiles: bool = False
 

@@ -48,11 +48,11 @@ from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gat
 from ds_fp8.layers.linear.recipe import LinearRecipe
 from ds_fp8.layers.linear.weights import GATHERED
 
+# Stages, warps, panels and limits of registers of the product's launch; 4 warps spill in all of them
 SWEEP = [
     *((stages, 8, panel, None) for stages in (3, 4, 5) for panel in (4, 8, 16)),
     *((stages, 8, panel, 128) for stages in (2, 3) for panel in (4, 8, 16)),
 ]
-"""Stages, warps, panels and limits of registers of the product's launch; 4 warps spill in all of them."""
 
 
 class Shape(NamedTuple):

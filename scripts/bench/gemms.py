@@ -46,8 +46,7 @@ from ds_fp8.layers.linear.weights import dgrad_operand
 
 PASSES = "fprop", "dgrad", "wgrad"
 
-SAMPLE = 128
-"""Rows and columns of a result that are compared with FP64."""
+SAMPLE = 128  # Rows and columns of a result that are compared with FP64
 
 
 class Product(NamedTuple):

@@ -51,11 +51,9 @@ from ds_fp8.config.presets import PRESETS
 from ds_fp8.config.schema import nearest
 from ds_fp8.research import mxfp8
 
-SAMPLE = 256
-"""Tokens whose results are compared."""
+SAMPLE = 256  # Tokens whose results are compared
 
-WARMUP = 4
-"""Steps before the clock runs."""
+WARMUP = 4  # Steps before the clock runs
 
 
 @dataclass(frozen=True)

@@ -14,24 +14,23 @@ from common import device, print_table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+# Events of a profile in which the host waits for the GPU; the last is .item() and what reads a tensor like it
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
-"""Events of a profile in which the host waits for the GPU; the last is .item() and what reads a tensor like it."""
-KERNELS = 15
-"""Kinds of kernels to list, by their time."""
+KERNELS = 15  # Kinds of kernels to list, by their time
 
 Interval = tuple[float, float]
 
+# Part of a step -> the range of the profile that its kernels lie in
 MARKS = {"head and loss": "ds_fp8: head and loss", "optimizer": "ds_fp8: optimizer"}
-"""Part of a step -> the range of the profile that its kernels lie in."""
 
+# Part of a step -> what the names of its other kernels hold; the first that fits. This library's kernels in Triton have
+# names that begin with an underscore.
 NAMED = {
     "attention": r"fmha|flash|sdpa|attention",
     "products": r"nvjet|gemm|cutlass|cublas|splitk",
     "copies": r"memcpy|memset|copy|catarray|fill|elementwise",
     "casts, norms, rotary": r"^_|triton|quantize|cast|rms_norm|rotary|transpose",
 }
-"""Part of a step -> what the names of its other kernels hold; the first that fits. This library's kernels in Triton
-have names that begin with an underscore."""
 
 PARTS = (*NAMED, *MARKS, "other")
 

@@ -35,10 +35,8 @@ from tiny_runs import RANKS, ForkedRun, warm_up, write_stage
 
 KINDS = ("resume", "export", "evaluate")
 STEPS, SAVE_EVERY = 8, 2
-FIGURES = ("steps", "first_loss", "last_train_loss", "first_validation_loss", "final_loss")
-"""Of result.json."""
-LIMIT = 300
-"""Seconds after which a command counts as hung."""
+FIGURES = ("steps", "first_loss", "last_train_loss", "first_validation_loss", "final_loss")  # Of result.json
+LIMIT = 300  # Seconds after which a command counts as hung
 Damage = Callable[[Path, random.Random, "Place"], str]
 
 

@@ -27,8 +27,7 @@ from tiny_runs import RANKS, ForkedRun, warm_up, write_stage
 
 SAVE_EVERY = 2
 MAX_STEPS_TO_KILL = 3
-FILES = 3 * RANKS
-"""Files of a checkpoint: states of the model and of the optimizer, and random states."""
+FILES = 3 * RANKS  # Files of a checkpoint: states of the model and of the optimizer, and random states
 MAX_WAIT_SECONDS = 0.4
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -39,8 +38,8 @@ class Victim:
     def __init__(self, stage: Path, run_dir: Path, rng: random.Random) -> None:
         self.stage, self.run_dir, self.rng = stage, run_dir, rng
         self.output = run_dir.with_name(f"{run_dir.name}.txt")
+        # (step, loss) of all steps that were done, among them those that a kill made the run repeat
         self.losses: set[tuple[int, float]] = set()
-        """(step, loss) of all steps that were done, among them those that a kill made the run repeat."""
         self.resumed_from: list[int] = []
 
     def kill(self, whom: str, in_save: bool) -> bool | None:

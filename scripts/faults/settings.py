@@ -41,8 +41,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "DS_FP8_TIMEOUT": "0"}
 from tests.ranks import RankPools
 
 STEPS, STEPS_OF_GRAPHS = 4, 8
-GAP = 0.01
-"""Relative difference of the loss of a step to that in BF16."""
+GAP = 0.01  # Relative difference of the loss of a step to that in BF16
 STAGES = (0, 1, 2, 3)
 MODELS = [
     *("llama", "llama", "llama", "tied", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "olmo2", "granite"),
@@ -63,6 +62,7 @@ ZERO: dict[str, list[Any]] = {
     "load_from_fp32_weights": [True, True, False],
     "ignore_unused_parameters": [True, False],
 }
+# Keys of "zero_optimization" in stage 3 alone
 ZERO_3: dict[str, list[Any]] = {
     "offload_param": [None, None, None, None, {"device": "cpu"}],
     "sub_group_size": [10**9, 5000, 1000],
@@ -74,7 +74,6 @@ ZERO_3: dict[str, list[Any]] = {
     "zero_hpz_partition_size": [1] * 9 + [2],
     "memory_efficient_linear": [True, False],
 }
-"""Keys of "zero_optimization" in stage 3 alone."""
 CHOICES: dict[str, list[Any]] = {
     "ranks": [2, 2, 2, 2, 1, 3],
     "model": MODELS,
@@ -99,6 +98,7 @@ CHOICES: dict[str, list[Any]] = {
                "compact", None],
     "moments": [None, None, None, "coat", "compact", "fp8lm_o2"],
 }  # fmt: skip
+# Keys of "fp8", of which a combination has a few
 FP8: dict[str, list[Any]] = {
     "attention.format": ["e4m3"],
     "activations.save": ["bf16"],
@@ -129,7 +129,6 @@ FP8: dict[str, list[Any]] = {
     "optimizer.implementation": ["ds_fp8"],
     "report": ["full"],
 }
-"""Keys of "fp8", of which a combination has a few."""
 WIRE = {"grad_reduce.format": "bf16", "param_gather.format": "bf16"}
 
 

@@ -18,8 +18,7 @@ from ds_fp8.cluster.hosts import free_port
 from tests.train.tiny_stage import TINY
 
 RANKS = 2
-GRACE_SECONDS = 1.0
-"""Seconds from the end of one rank until the launcher kills the others."""
+GRACE_SECONDS = 1.0  # Seconds from the end of one rank until the launcher kills the others
 
 
 def warm_up(cache: Path) -> None:

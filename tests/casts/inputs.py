@@ -21,8 +21,7 @@ EDGES = [
     -61440.0,
     1e38,
 ]
-TOO_LARGE = [3.38e38, -3e38]
-"""Finite in FP32 and BF16, but the nearest FP8 number times its scale may be beyond them."""
+TOO_LARGE = [3.38e38, -3e38]  # Finite in FP32 and BF16, but the nearest FP8 number times its scale may be beyond them
 NOT_FINITE = [np.inf, -np.inf, np.nan]
 
 matrix_shapes = strategies.tuples(strategies.sampled_from(SIZES), strategies.sampled_from(SIZES))

@@ -24,8 +24,7 @@ class Layout:
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    largest_code: int
-    """The largest positive finite code; larger ones are Inf or NaN."""
+    largest_code: int  # The largest positive finite code; larger ones are Inf or NaN
     dtype: torch.dtype
 
     def magnitude(self, code: int) -> float:

@@ -13,8 +13,7 @@ kernels = pytest.importorskip("ds_fp8.casts.quantization_triton", reason="Triton
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-SAME_CODES = 1.0 if ON_GPU else 0.9
-"""Share of equal codes among random numbers of one magnitude."""
+SAME_CODES = 1.0 if ON_GPU else 0.9  # Share of equal codes among random numbers of one magnitude
 
 SHAPES = [(1, 1), (7, 130), (130, 257), (128, 256), (256, 128)]
 PAIRS = [

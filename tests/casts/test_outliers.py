@@ -23,6 +23,7 @@ from ds_fp8.casts.quantization import whole_blocks
 from ds_fp8.config.formats import CastSpec
 from tests.casts.test_kernels import DEVICE, assert_same
 
+# count: channels
 sizes_and_scales = pytest.mark.parametrize(
     ("rows", "columns", "count", "scale"),
     [
@@ -34,7 +35,6 @@ sizes_and_scales = pytest.mark.parametrize(
         (131, 300, 130, "fp32"),
     ],
 )
-"""count: channels."""
 
 
 def with_outliers(rows: int, columns: int, channels: int, seed: int = 0) -> torch.Tensor:

@@ -24,12 +24,9 @@ PATIENCE = 60
 class Ended:
     """How a job of several ranks ended."""
 
-    codes: list[int]
-    """Exit codes by rank; minus the signal's number for a rank that was killed."""
-    output: str
-    """What all ranks and guardians wrote to stderr."""
-    left: list[psutil.Process]
-    """Processes of the job that outlived it."""
+    codes: list[int]  # Exit codes by rank; minus the signal's number for a rank that was killed
+    output: str  # What all ranks and guardians wrote to stderr
+    left: list[psutil.Process]  # Processes of the job that outlived it
 
 
 def _rank(rank: int, world: int, port: int, output: str, own: bool, body: Callable, arguments: tuple) -> None:

@@ -32,8 +32,7 @@ from tests.cluster.conftest import of_job
 from tests.zero.models import config
 
 TIMEOUT = 4.0
-ENDS = 30.0
-"""Seconds in which all ranks have ended after one that raised or was killed."""
+ENDS = 30.0  # Seconds in which all ranks have ended after one that raised or was killed
 
 
 def begin(timeout: float = 60) -> torch.distributed.Store:
@@ -69,6 +68,7 @@ def test_a_job_that_is_done_leaves_nothing_and_may_take_its_time_to_end(job, sec
 # ---------------------------------------------------------------- collectives x ways to fail
 
 
+# What casts, gathers, gradients, exports, sync_weights and saves wait in
 COLLECTIVES = {
     "all_reduce": lambda x, world: dist.all_reduce(x),
     "all_gather": lambda x, world: dist.all_gather_into_tensor(x.new_empty(world * len(x)), x),
@@ -78,7 +78,6 @@ COLLECTIVES = {
     "objects": lambda x, world: dist.all_gather_object([None] * world, "x"),
     "barrier": lambda x, world: dist.barrier(),
 }
-"""What casts, gathers, gradients, exports, sync_weights and saves wait in."""
 
 
 def fail(how: str) -> None:
@@ -192,6 +191,7 @@ def validate(engine: Any, batch: dict[str, torch.Tensor]) -> None:
         dist.all_reduce(engine(**batch).loss)
 
 
+# Collective calls of a program, and which of their collectives a rank fails in: the first whose name matches
 OPERATIONS: dict[str, tuple[str, Callable]] = {
     "initialize": ("", lambda engine, batch, folder: tiny_engine()),
     "all-gather of a forward": ("all_?gather", lambda engine, batch, folder: engine(**batch)),
@@ -206,7 +206,6 @@ OPERATIONS: dict[str, tuple[str, Callable]] = {
     "export_engine": ("all_?gather", lambda engine, batch, folder: export_engine(engine, f"{folder}/export")),
     "sync_weights": ("all_?gather", lambda engine, batch, folder: sync_weights(engine, Server(), chunk_bytes=1)),
 }
-"""Collective calls of a program, and which of their collectives a rank fails in: the first whose name matches."""
 BEGIN_COLLECTIVES = [name for name in vars(dist.ProcessGroup) if re.match("_?(all|reduce|broad|barr|gath|scat)", name)]
 
 

@@ -14,8 +14,7 @@ from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
 
 PAD = 0
-TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
-"""FP32 logits of a small model, summed in another order."""
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}  # FP32 logits of a small model, summed in another order
 
 
 class Examples:

@@ -15,8 +15,7 @@ from ds_fp8.graphs.driver import PAID_AFTER
 from ds_fp8.graphs.replay import MAX_INTERVAL, CheckSchedule
 from tests.engine.graphs_in_python import Around, Graphs, engine_of, log_of, model_of, take_step
 
-SCHEDULE = {"factor": 1.0}
-"""What the attention of these tests reads at every call."""
+SCHEDULE = {"factor": 1.0}  # What the attention of these tests reads at every call
 
 
 def scheduled_attention(module, query, *args, **kwargs):

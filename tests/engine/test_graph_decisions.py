@@ -257,6 +257,7 @@ ALL = [
     Facts(state, *more) for state in State for more in itertools.product((False, True), repeat=len(Facts._fields) - 1)
 ]
 
+# The first row that holds decides
 TABLE = [
     ({"alone": 0}, Action.END),
     ({"lasting": 0}, Action.END),
@@ -271,7 +272,6 @@ TABLE = [
     ({"state": State.READY}, Action.CAPTURE),
     ({"state": State.WARM}, Action.EAGER),
 ]
-"""The first row that holds decides."""
 
 
 def row_of(facts):

@@ -7,8 +7,7 @@ from tests.engine.graphs_in_python import Graphs, engine_of
 from tests.layers.moe import EXPERTS, mixture, routed_steps
 
 EVERY = 5
-REPLAYED_IN = 8
-"""The step whose routing is given."""
+REPLAYED_IN = 8  # The step whose routing is given
 
 
 def steps(graphs):

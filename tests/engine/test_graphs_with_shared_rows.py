@@ -52,8 +52,8 @@ def trained(attention, attention_format, rows, graphs, padded=False):
     return result
 
 
+# Tokens of the documents of a row. The second of two begins on the second rank, between its tokens or with them.
 ONE, TWO, HALVES = [LENGTH], [80, 48], [64, 64]
-"""Tokens of the documents of a row. The second of two begins on the second rank, between its tokens or with them."""
 CAPTURED = ["eager", "eager", "captured for 0", "checked", "eager"]
 
 

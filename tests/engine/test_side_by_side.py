@@ -99,8 +99,8 @@ def reach():
     return [(owner, name, value) for owner in owners for name, value in vars(owner).items() if callable(value)]
 
 
+# Where an engine keeps the optimizer, or the function that makes one, that deepspeed.initialize was given
 GIVEN = "client_optimizer"
-"""Where an engine keeps the optimizer, or the function that makes one, that deepspeed.initialize was given."""
 
 
 def of_instances(engine):

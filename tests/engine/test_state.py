@@ -20,8 +20,8 @@ from ds_fp8.train.resume import load_on_other_ranks
 from tests.zero import models
 
 AUTOMATIC = {"preset": "fp8lm_o1"}
+# Every layer is past the threshold at every measurement; the third moves it to BF16
 DEGRADING = {"monitor": {"every": 2, "min_snr_db": 90.0, "fallback": True}}
-"""Every layer is past the threshold at every measurement; the third moves it to BF16."""
 
 
 def build(section):

@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+# Layers of the servers -> the layers of a folder that they stack: all in FP8, or none
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers of the servers -> the layers of a folder that they stack: all in FP8, or none."""
 
-Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Name -> type as safetensors writes it, and shape."""
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # Name -> type as safetensors writes it, and shape
 
 
 def assert_served(folder: Path) -> None:

@@ -17,11 +17,11 @@ from tests.layers.moe import EXPERTS, mixture
 from tests.zero import models
 from tests.zero.test_experts import engine_of, train
 
+# Router, experts, gate, up and down, as in the folders that Qwen and Mistral published
 NAMES = {
     "qwen3_moe": ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
 }
-"""Router, experts, gate, up and down, as in the folders that Qwen and Mistral published."""
 
 
 def trained_and_exported(folder, architecture, section):

@@ -16,8 +16,7 @@ from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import checkpoints, export_checkpoint
 from tests.export.servers import assert_served
 
-SUB_GROUP = 1_000_000_000
-"""Elements of a part of the optimizer's state, DeepSpeed's default."""
+SUB_GROUP = 1_000_000_000  # Elements of a part of the optimizer's state, DeepSpeed's default
 SAMPLE_SECONDS = 0.02
 
 

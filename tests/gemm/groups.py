@@ -7,8 +7,8 @@ import torch
 from ds_fp8.config.formats import BLOCK
 from ds_fp8.gemm.grouped import RowGroups
 
+# Rows of each group: none, one, around a tile, all in one group
 AWKWARD = [(1,), (0, 1, 127, 128, 129), (300, 0, 0), (0, 0, 5), (0, 0), (1,) * 9]
-"""Rows of each group: none, one, around a tile, all in one group."""
 
 
 def row_groups(counts: Sequence[int], unused: int = 1) -> RowGroups:

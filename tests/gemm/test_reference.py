@@ -11,8 +11,7 @@ from ds_fp8.config.formats import NATIVE_GRANULARITIES
 from ds_fp8.gemm import BACKENDS, scaled_matmul, select_backend, unavailable
 from tests.gemm.tolerance import assert_is_product
 
-SHAPES = [(1, 1, 1), (1, 130, 7), (7, 1, 130), (130, 7, 1), (129, 128, 127), (7, 300, 200), (200, 257, 3)]
-"""M, K, N."""
+SHAPES = [(1, 1, 1), (1, 130, 7), (7, 1, 130), (130, 7, 1), (129, 128, 127), (7, 300, 200), (200, 257, 3)]  # M, K, N
 
 
 def random(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -2,17 +2,16 @@
 
 import torch
 
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-"""Relative error of rounding one number to the dtype."""
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # Relative error of rounding one number to the dtype
 
+# Relative error of a chain of products and casts in the dtype, beside the same chain whose sums are in another order:
+# where a sum falls on the other side of a rounding, one code of many changes
 CHAIN = {torch.float32: 2e-4, torch.bfloat16: 5e-3}
-"""Relative error of a chain of products and casts in the dtype, beside the same chain whose sums are in another order:
-where a sum falls on the other side of a rounding, one code of many changes."""
 
 
+# Roundings to FP32 of a term whose scales are applied after the sum of a block, beside one of decoded operands: of both
+# decoded operands, the scales' product, the block's product with it, and its addition
 OF_SCALES = 5
-"""Roundings to FP32 of a term whose scales are applied after the sum of a block, beside one of decoded operands: of
-both decoded operands, the scales' product, the block's product with it, and its addition."""
 
 
 def assert_is_product(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor, roundings: int = 0) -> None:

@@ -11,8 +11,8 @@ from ds_fp8.layers.attention.cudnn import load_cudnn
 
 load_cudnn()  # before anything imports Transformer Engine
 
+# Processes of tests that share pools of ranks: imports and CUDA contexts are paid once a group
 GROUPS = int(os.environ.get("DS_FP8_GPU_GROUPS", "3"))
-"""Processes of tests that share pools of ranks: imports and CUDA contexts are paid once a group."""
 OF_THEIR_OWN = {"own_ranks", "pool", "rank"}
 
 

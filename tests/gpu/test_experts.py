@@ -23,9 +23,9 @@ from tests.numerics import error
 
 pytestmark = pytest.mark.gpu
 
+# Error of Hopper's tensor cores, of a sum of magnitudes: they align the terms of a sum of FP8 products to the largest
+# and drop what lies more than 13 bits below it
 TENSOR_CORES = 2.0**-10
-"""Error of Hopper's tensor cores, of a sum of magnitudes: they align the terms of a sum of FP8 products to the largest
-and drop what lies more than 13 bits below it."""
 
 
 def settings(activation="silu", activations=None, **linear) -> ExpertProducts:

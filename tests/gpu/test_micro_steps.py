@@ -67,8 +67,7 @@ def documents_of(step: int) -> list[int]:
     return lengths
 
 
-MANY_DOCUMENTS_AT = 7
-"""A step in which one rank has more documents than the graph has room for."""
+MANY_DOCUMENTS_AT = 7  # A step in which one rank has more documents than the graph has room for
 
 
 def one_document_first(step: int) -> list[int]:

@@ -13,8 +13,7 @@ from tests.zero.test_one_pass import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu
 GPUS = range(1, min(torch.cuda.device_count(), 2) + 1)
-SIZES = (256, 640)
-"""Of two ranks each has half of a block of one weight, and whole blocks of the other."""
+SIZES = (256, 640)  # Of two ranks each has half of a block of one weight, and whole blocks of the other
 
 
 def spy_on_casts(engine):

@@ -18,8 +18,7 @@ pytestmark = pytest.mark.gpu
 
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 GROUPED = [name for name, kept in PRECISIONS.items() if kept.get("granularity") != "tensor"]
-WEIGHTS = {"rtol": 1e-4, "atol": 1e-6}
-"""Of FP32 weights after a few steps on a GPU and on a CPU."""
+WEIGHTS = {"rtol": 1e-4, "atol": 1e-6}  # Of FP32 weights after a few steps on a GPU and on a CPU
 
 
 def parameter(numel: int, device: str = "cuda") -> nn.Parameter:

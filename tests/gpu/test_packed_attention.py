@@ -8,8 +8,7 @@ from ds_fp8.train import packed_attention
 
 pytestmark = pytest.mark.gpu
 
-BF16 = {"atol": 2e-2, "rtol": 2e-2}
-"""Outputs and gradients of order one, rounded once or twice to BF16."""
+BF16 = {"atol": 2e-2, "rtol": 2e-2}  # Outputs and gradients of order one, rounded once or twice to BF16
 DOCUMENTS = ((1,), (300,), (1, 2, 127, 128, 129), (5, 1000, 19), (64,) * 16)
 
 

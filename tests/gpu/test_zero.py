@@ -26,8 +26,8 @@ pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 PREFETCH = {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8, "overlap_comm": True}
+# Whole blocks, whose shards begin at multiples of 16 elements: the kernels then move 16 bytes at a time
 ALIGNED = [(256, 256), (384, 512)]
-"""Whole blocks, whose shards begin at multiples of 16 elements: the kernels then move 16 bytes at a time."""
 
 
 def random_masters(shapes):

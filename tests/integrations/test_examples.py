@@ -63,12 +63,12 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+# Options with which a program of TRL ends soon
 FEW = (
     *("--model_name_or_path", "tiny", "--output_dir", "out", "--max_steps", "3", "--logging_steps", "1"),
     *("--per_device_train_batch_size", "2", "--report_to", "none", "--save_strategy", "no"),
     *("--dataloader_pin_memory", "false", "--disable_tqdm", "true"),
 )
-"""Options with which a program of TRL ends soon."""
 
 
 @contextlib.contextmanager

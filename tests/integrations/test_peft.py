@@ -29,16 +29,12 @@ PARTS = ["q_proj", "v_proj", "down_proj"]
 
 
 class Case(NamedTuple):
-    options: dict
-    """Of the tuner's configuration."""
+    options: dict  # Of the tuner's configuration
     tuner: str = "Lora"
     model: str = "untied"
-    vocabulary: int | None = None
-    """What the embeddings are resized to."""
-    fused: int = 2
-    """Layers that are fused."""
-    recompute: bool | None = None
-    """use_reentrant of gradient checkpointing."""
+    vocabulary: int | None = None  # What the embeddings are resized to
+    fused: int = 2  # Layers that are fused
+    recompute: bool | None = None  # use_reentrant of gradient checkpointing
 
     def config(self):
         targets = {"target_modules": LINEARS if self.tuner == "Lora" else PARTS}

@@ -25,8 +25,8 @@ EXPERTS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 STACKS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# Of an expert: gate, up and down, as folders name them
 MATRICES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
-"""Of an expert: gate, up and down, as folders name them."""
 
 
 def engine_of(kind: str, fp8: dict, device: str = "cpu", **changes: Any):

@@ -4,8 +4,8 @@ import torch
 
 from ds_fp8.layers.head import cross_entropy
 
+# Relative error of a loss or gradient against the computation with all logits in the same dtype
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Relative error of a loss or gradient against the computation with all logits in the same dtype."""
 
 
 def limit_chunks(monkeypatch, tokens, vocabulary):

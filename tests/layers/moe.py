@@ -13,6 +13,7 @@ from ds_fp8.layers.experts import routing
 from tests.layers.hugging_face import causal_lm
 
 EXPERTS = 4
+# What differs from the sizes of all
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 128, "sliding_window": None},
     "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 128, "decoder_sparse_step": 1},
@@ -34,7 +35,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_local_experts": EXPERTS, "intermediate_size": 128},
     "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": 128},
 }
-"""What differs from the sizes of all."""
 
 
 def mixture(architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> PreTrainedModel:

@@ -16,10 +16,8 @@ from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SAME = 5e-5
-"""Relative, in FP32 and with products of what is not cast at all: sums in another order."""
-MORE = 0.03
-"""What a gradient's error against BF16's may have above 1.5 times that of unfused layers in FP8."""
+SAME = 5e-5  # Relative, in FP32 and with products of what is not cast at all: sums in another order
+MORE = 0.03  # What a gradient's error against BF16's may have above 1.5 times that of unfused layers in FP8
 
 
 class Uncast(QuantizedTensor):

@@ -15,8 +15,7 @@ from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
 from tests.zero import models
 
-MORE = 0.03
-"""What a gradient's error against BF16's may have above 1.5 times that of unfused layers in FP8."""
+MORE = 0.03  # What a gradient's error against BF16's may have above 1.5 times that of unfused layers in FP8
 
 
 def fp8_model(architecture="llama", **section):

@@ -22,10 +22,8 @@ from tests.gemm.tolerance import CHAIN
 from tests.layers.expert_loop import Gradients, high_precision, with_casts
 from tests.numerics import error
 
-FP8_ERROR = 0.01, 0.15
-"""Relative error of FP8 products beside FP32: less would mean that nothing was cast."""
-INTERPRETED = 0.3
-"""Relative error of a chain of casts in Triton's interpreter, each of which is 0.1 off."""
+FP8_ERROR = 0.01, 0.15  # Relative error of FP8 products beside FP32: less would mean that nothing was cast
+INTERPRETED = 0.3  # Relative error of a chain of casts in Triton's interpreter, each of which is 0.1 off
 
 
 def recipe(activations: dict | None = None, **linear) -> LinearRecipe:

@@ -101,8 +101,7 @@ def attention(rows, heads, kv_heads, codes, kind="usual", implementation="packed
         return [output.detach(), *(leaf.grad for leaf in leaves)], forward, both, counted
 
 
-SHAPES = [(2, 1, 4, 4), (2, 2, 4, 1), (3, 2, 6, 3), (4, 1, 8, 2)]
-"""Ranks, rows, heads, heads of k and v."""
+SHAPES = [(2, 1, 4, 4), (2, 2, 4, 1), (3, 2, 6, 3), (4, 1, 8, 2)]  # Ranks, rows, heads, heads of k and v
 
 
 def bits(x):

@@ -16,10 +16,10 @@ from ds_fp8.layers.linear.recipe import LinearRecipe
 from tests.numerics import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Relative error of a chain of two or three roundings to BF16; a cast in the wrong place gives 3e-2 and more
 BF16_ERROR = 6e-3
-"""Relative error of a chain of two or three roundings to BF16; a cast in the wrong place gives 3e-2 and more."""
+# The same behind a second cast, which rounds a few numbers the other way because they came out a little different
 FLIPPED = 1.5e-2
-"""The same behind a second cast, which rounds a few numbers the other way because they came out a little different."""
 
 
 class _BF16(torch.autograd.Function):

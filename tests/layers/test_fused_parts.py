@@ -39,10 +39,10 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 FP32_ERROR = 1e-5
 BF16_ERROR = 3e-3 if ON_GPU else 6e-3
+# Relative errors: of FP32 sums, of one rounding to BF16, and of casts of nearly equal numbers
 FP8_ERROR = 1e-2 if ON_GPU else 0.12
-"""Relative errors: of FP32 sums, of one rounding to BF16, and of casts of nearly equal numbers."""
+# Tokens, features and activation
 GATED = [(1, 128, "silu"), (130, 256, "gelu"), (7, 100, "gelu_tanh"), *((128, 128, each) for each in ACTIVATIONS)]
-"""Tokens, features and activation."""
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -308,6 +308,7 @@ def with_shift_labels_lost(model):
     model.__class__ = Forgetful
 
 
+# By what is said of it: how a model is changed
 CHANGED = {
     "without bias": lambda model: setattr(model, "lm_head", torch.nn.Linear(32, VOCABULARY)),
     "Sequential": lambda model: setattr(model, "lm_head", torch.nn.Sequential(model.lm_head)),
@@ -316,7 +317,6 @@ CHANGED = {
     "changes its logits": with_doubled_loss,
     "another loss": with_shift_labels_lost,
 }
-"""By what is said of it: how a model is changed."""
 
 
 @pytest.mark.parametrize("reason", CHANGED)

@@ -24,10 +24,9 @@ emulated = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU ther
 pytestmark = emulated
 
 RANKS, ROWS, LENGTH, FEATURES = 2, 2, 48, 64
+# Tokens of the documents of two rows: those of the first, and the last of the second, lie on both ranks
 DOCUMENTS = [(30, 18), (8, 5, 35)]
-"""Tokens of the documents of two rows: those of the first, and the last of the second, lie on both ranks."""
-SHORT_AND_LONG = 18
-"""With it as the length of long documents, both rows have some, and the second row two short ones."""
+SHORT_AND_LONG = 18  # With it as the length of long documents, both rows have some, and the second row two short ones
 
 
 def positions(packed=True):

@@ -15,12 +15,12 @@ from tests.memory.workloads import most_allocated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H, F = 256, 384
+# Relative: sums of FP32 in another order, of which a few are rounded to BF16 the other way. Sums of BF16 numbers are
+# 5e-3 away.
 ROUNDED = 2e-4
-"""Relative: sums of FP32 in another order, of which a few are rounded to BF16 the other way. Sums of BF16 numbers are
-5e-3 away."""
+# Relative, on a GPU, whose products of other shapes may sum in another order: casts behind them round otherwise. One
+# code in 50 that falls to its neighbour, 1/16 to 1/8 away, makes 1.5e-2 of a gradient; 1.53e-2 was seen on an H200.
 FLIPPED = 2e-2
-"""Relative, on a GPU, whose products of other shapes may sum in another order: casts behind them round otherwise. One
-code in 50 that falls to its neighbour, 1/16 to 1/8 away, makes 1.5e-2 of a gradient; 1.53e-2 was seen on an H200."""
 WEIGHTS = ("gate", "up", "down")
 
 

@@ -31,16 +31,15 @@ WIDTH, FEATURES = 128, 128
 TOKENS = 9
 MAGNITUDES = torch.logspace(-3, 2.5, TOKENS)[:, None]
 CONFIG = FP8Config(linear={"backend": "reference"}, monitor={"every": 0})
+# For configurations that leave them open
 ABSENT = {"head_dim": 64, "num_key_value_heads": 2, "num_local_experts": 4, "n_routed_experts": 4, "num_experts": 4}
-"""For configurations that leave them open."""
-FEWEST = {"layer": 28, "mlp": 115, "experts": 46}
-"""Fused classes of each kind, by transformers 5.17."""
+FEWEST = {"layer": 28, "mlp": 115, "experts": 46}  # Fused classes of each kind, by transformers 5.17
+# Queries scaled by their position; gates and up clamped (swiglu_limit)
 WRONG_IF_FUSED = {
     "layer": {"Ministral3DecoderLayer"},
     "mlp": {"DeepseekV4MLP", "Glm5NextTextMLP", "Glm5NextVisionMLP"},
     "experts": {"DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts"},
 }
-"""Queries scaled by their position; gates and up clamped (swiglu_limit)."""
 
 
 class SmallExperts(nn.Module):

@@ -12,14 +12,12 @@ from ds_fp8.memory.states import EMULATED
 from ds_fp8.optim import AdamW
 from tests.memory import workloads
 
-PEAK = 0.08
-"""Relative: the aim of the estimates."""
+PEAK = 0.08  # Relative: the aim of the estimates
 
 ROWS, LENGTH = 2, 512
 LEAF = {"leaf_module": {"classes": ["transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer"]}}
 EVERY_GATHER = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, **LEAF}
-FOUR_LAYERS = {"config": {"num_hidden_layers": 4}}
-"""What little is kept of a layer must be much beside what comes once."""
+FOUR_LAYERS = {"config": {"num_hidden_layers": 4}}  # What little is kept of a layer must be much beside what comes once
 CASES = {
     "bf16": {"fp8": {"enabled": False}},
     "infir2": {},
@@ -105,8 +103,7 @@ def made(raw):
     return most
 
 
-CAST = 29
-"""Bytes an element that the first cast of a weight takes, in torch, one weight after the other."""
+CAST = 29  # Bytes an element that the first cast of a weight takes, in torch, one weight after the other
 
 
 def test_masters_of_codes_are_made_without_fp32_ones(ranks):
@@ -174,8 +171,7 @@ def test_states_of_8b_take_7_3_bytes_a_parameter(preset):
 
 
 NUMEL = 1 << 20
-CAUTION = 1.3
-"""How much more than it takes may be counted."""
+CAUTION = 1.3  # How much more than it takes may be counted
 KEPT = {
     **{name: preset_values(name)["optimizer"] for name in ("coat", "fishman", "fp8lm_o2", "fp8lm_o3")},
     "e4m3": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"},

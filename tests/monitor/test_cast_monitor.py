@@ -15,8 +15,7 @@ from ds_fp8.monitor.cast_monitor import CastFigures, CastMonitor, Thresholds
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.linears import fp8_linear
 
-DECIBELS = 1e-3
-"""Of ratios whose squares are summed in FP64 here and there."""
+DECIBELS = 1e-3  # Of ratios whose squares are summed in FP64 here and there
 
 
 def observed(monitor: CastMonitor, x: torch.Tensor, **words: str) -> None:

@@ -11,10 +11,9 @@ from ds_fp8.monitor.statistics import PEAKS, SUMS, add_cast_statistics
 kernels = pytest.importorskip("ds_fp8.monitor.statistics_triton", reason="Triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SQUARES = {"rtol": 1e-5, "atol": 0.0}
-"""Of sums of squares: the kernel squares in FP32, the reference in FP64."""
+SQUARES = {"rtol": 1e-5, "atol": 0.0}  # Of sums of squares: the kernel squares in FP32, the reference in FP64
+# Noise that is no more than this share of the signal is the rounding of code * scale, which a GPU leaves out
 EXACT = 1e-12
-"""Noise that is no more than this share of the signal is the rounding of code * scale, which a GPU leaves out."""
 SHAPES = [(1, 1), (3, 130), (257, 129), (128, 256), (70, 1000)]
 GRANULARITIES = ["tensor", "row", "1x128", "128x128"]
 

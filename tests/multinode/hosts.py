@@ -46,8 +46,7 @@ class Hosts:
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self.hostfile = folder / "hostfile"
         self._switch = f"ds{os.getpid()}s"
-        self.names = [f"ds{os.getpid()}h{number}" for number in range(count)]
-        """Names of the network namespaces."""
+        self.names = [f"ds{os.getpid()}h{number}" for number in range(count)]  # Names of the network namespaces
 
     def __enter__(self) -> Hosts:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,9 @@ from ds_fp8.cluster.launcher import launch
 sys.exit(launch(sys.argv[1], sys.argv[2:], ["--master_addr", "10.77.0.1"]))
 """
 ENVIRONMENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=eth0\nOMP_NUM_THREADS=1\n"
+# Of the job that counts; it is given up after half of it without a word, and ssh notices a dead link after 20 s
 TIMEOUT = 20
-"""Of the job that counts; it is given up after half of it without a word, and ssh notices a dead link after 20 s."""
-BEGUN, ENDED = 600, 60
-"""Seconds until a job must have come to its work, and until all of it has ended."""
+BEGUN, ENDED = 600, 60  # Seconds until a job must have come to its work, and until all of it has ended
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ COMPRESSED = ("fp16", "e4m3", "e5m2", "e4m3_expanded")
 SCALES = ("fp32", "pow2")
 SIZES = (1, 127, 128, 129, 1000, 4 * 1024 + 77)
 
+# Largest relative error of a number in the normal range of the format, by rounding to nearest. The expansion's is
+# E4M3's divided by its exponent, which is above 1 for the usual groups.
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "e4m3": 2.0**-4, "e5m2": 2.0**-3, "e4m3_expanded": 2.0**-4}
-"""Largest relative error of a number in the normal range of the format, by rounding to nearest. The expansion's is
-E4M3's divided by its exponent, which is above 1 for the usual groups."""
 COAT = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
 FISHMAN = {"exp_avg": "e4m3", "exp_avg_sq": "e5m2", "granularity": "tensor"}
 FP8LM_O2 = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}

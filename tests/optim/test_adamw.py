@@ -27,11 +27,10 @@ PRECISIONS = {
     "stochastic": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3", "seed": 7},
 }
 COMPRESSED = [name for name in PRECISIONS if name != "fp32"]
-LONG = 60
-"""Steps in which the loss falls to less than half."""
+LONG = 60  # Steps in which the loss falls to less than half
+# How much higher the final loss of a small regression may be with compressed moments. It may be lower: exp_avg_sq
+# rounded to nearest in units of a power of two lags behind, and the steps are longer.
 WORSE = 0.1
-"""How much higher the final loss of a small regression may be with compressed moments. It may be lower: exp_avg_sq
-rounded to nearest in units of a power of two lags behind, and the steps are longer."""
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:

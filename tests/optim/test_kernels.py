@@ -17,13 +17,11 @@ pytestmark = [  # of the interpreter: log2(0), 0 / 0, and a NaN as an integer
     pytest.mark.filterwarnings("ignore:invalid value encountered in (cast|divide):RuntimeWarning"),
 ]
 STEP = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-FP32 = {"rtol": 1e-4, "atol": 1e-7}
-"""Of the master weights: fused multiply-adds and approximate roots."""
-SPACINGS = 1.05
-"""Codes may differ by one step of the format, where a number lies close to the middle of two."""
+FP32 = {"rtol": 1e-4, "atol": 1e-7}  # Of the master weights: fused multiply-adds and approximate roots
+SPACINGS = 1.05  # Codes may differ by one step of the format, where a number lies close to the middle of two
+# Share of the codes that may differ: the interpreter's casts lose the carry from the mantissa into the exponent, which
+# one number in sixteen has in E4M3 and one in eight in E5M2
 DIFFERENT = 0.01 if DEVICE == "cuda" else 0.15
-"""Share of the codes that may differ: the interpreter's casts lose the carry from the mantissa into the exponent, which
-one number in sixteen has in E4M3 and one in eight in E5M2."""
 
 KEPT = [
     ("fp32", "fp32", "1x128", "fp32"),
@@ -160,10 +158,10 @@ def test_nan_stays_nan_when_rounded_stochastically(kept):
         assert numbers_of(state)[[5, 1030]].isnan().all()
 
 
+# Bits of middles between BF16 numbers, Inf, NaN and a subnormal number; nothing changes them where lr is 0
 TIES = torch.tensor(
     [0x3F808000, 0x3F818000, -0x407F8000, -0x407E8000, 0x00008000, 0x7F7F8000, 0x7F800000, 0x7FC00000, 5]
 )
-"""Bits of middles between BF16 numbers, Inf, NaN and a subnormal number; nothing changes them where lr is 0."""
 
 
 @pytest.mark.parametrize(("numel", "lr"), [(128 * 32, 0.0), (1000, 1e-3), (5003, 0.0), (5003, 1e-3)])

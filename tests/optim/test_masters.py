@@ -13,8 +13,7 @@ from ds_fp8.optim.masters import SplitMasters, decode, encode, kept_amax
 
 SCALES = ["pow2", "fp32"]
 BLOCKS = "128x128"
-EDGE = 448 * 2.0**-10
-"""Between two powers of two for a scale."""
+EDGE = 448 * 2.0**-10  # Between two powers of two for a scale
 
 
 def encoded(numbers: torch.Tensor, scale_type: str):

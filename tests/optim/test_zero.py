@@ -19,8 +19,7 @@ from tests.optim.numbers import COAT, FISHMAN, ROUNDING
 from tests.zero import models
 
 QUIET = {"monitor": {"every": 0}}
-LOSS = 0.01
-"""Relative difference of losses after a few steps."""
+LOSS = 0.01  # Relative difference of losses after a few steps
 
 
 def config(optimizer: dict, *, stage: int = 3, universal: bool = False, fp8: dict | None = None, **zero) -> dict:

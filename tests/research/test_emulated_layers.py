@@ -14,6 +14,7 @@ from tests.zero import models
 
 IN_BF16 = {"param_gather": {"format": "bf16"}}
 INT8 = {"format": "int8", "granularity": "row"}
+# Sections, and the relative error of two layers against BF16 that they stay below
 SECTIONS = {
     "mxfp8": ({"preset": "mxfp8"}, 0.04),
     "nvfp4": ({"preset": "nvfp4"}, 0.25),
@@ -22,7 +23,6 @@ SECTIONS = {
     "int8 by rows": ({**IN_BF16, "linear": {"input": INT8, "weight": INT8, "grad_output": INT8}}, 0.03),
     "log8": ({**IN_BF16, "linear": {name: {"format": "log8"} for name in ("input", "weight", "grad_output")}}, 0.06),
 }
-"""Sections, and the relative error of two layers against BF16 that they stay below."""
 
 
 def logits_and_gradient(model):

@@ -13,8 +13,7 @@ from ds_fp8.research.formats import FITTED_SEVENTHS, fitted_scales
 
 SIZES = [(1, 1), (7, 130), (130, 257), (128, 256), (256, 128)]
 FORMAT_NAMES = ["e4m3", "e5m2"]
-NEARLY_EQUAL = 1e-4
-"""Relative: sums in another order take another of two scales that leave errors as close as this."""
+NEARLY_EQUAL = 1e-4  # Relative: sums in another order take another of two scales that leave errors as close as this
 
 
 def with_outliers(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -7,8 +7,7 @@ import torch
 from ds_fp8.casts import quantize, scale_from_amax
 from ds_fp8.research.formats import ResearchSpec, clipped
 
-E2M1 = np.array([0, 1, 2, 4, 0.5, 1.5, 3, 6])
-"""Even codes first: of two as near argmin takes the first."""
+E2M1 = np.array([0, 1, 2, 4, 0.5, 1.5, 3, 6])  # Even codes first: of two as near argmin takes the first
 POWERS = 2.0 ** np.arange(-40, 20)
 
 

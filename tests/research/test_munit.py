@@ -20,8 +20,8 @@ from tests.layers.hugging_face import causal_lm, tokens
 
 munit.register()
 WIDE = {"hidden_size": 256, "intermediate_size": 768}
+# Operators by which an amax can be found; |x| of single elements, in the search for infinities, is none
 REDUCES_TO_THE_LARGEST = re.compile(r"aten::(_?aminmax|amax|max|maximum|.*norm|topk|sort)")
-"""Operators by which an amax can be found; |x| of single elements, in the search for infinities, is none."""
 
 
 @pytest.mark.parametrize("model_type", munit.MODEL_TYPES)

@@ -211,8 +211,8 @@ DAMAGES: dict[str, Change] = {
     "checkpoints: a link to itself": _link_to_itself,
     "config: garbage, and no checkpoint": _garbage_alone,
 }
+# Damages that leave a whole checkpoint of this step as the newest
 FROM = {
     **dict.fromkeys(("checkpoint: deleted", "checkpoint: half written", "checkpoint: half deleted"), 4),
     **dict.fromkeys(("latest: garbage", "config: garbage", "metrics: garbage"), 6),
 }
-"""Damages that leave a whole checkpoint of this step as the newest."""

@@ -46,8 +46,8 @@ def store(stage, steps: list[int], ranks: int = 1, **values) -> None:
 
 
 COMPACT = ('fp8={"optimizer": {"exp_avg": "e4m3_expanded"}}', "train.compact_checkpoints=true")
+# Of an optimizer that every rank has whole, as in ZeRO stage 0
 WHOLE = {f"{rank}.pt": SavedFile(1, "0" * 32, rank) for rank in range(3)}
-"""Of an optimizer that every rank has whole, as in ZeRO stage 0."""
 
 
 def saved(*overrides, steps=(4,), **values):

@@ -22,8 +22,7 @@ from tests.train.damage import save_two, step
 from tests.train.test_checkpoints_damage import settle
 
 STEPS = ["train.steps=2", "train.save_every=2", "train.eval_batches=1"]
-ON_ONE_RANK = "gradient_accumulation_steps=2"
-"""The batch of two ranks on one."""
+ON_ONE_RANK = "gradient_accumulation_steps=2"  # The batch of two ranks on one
 
 
 class Crafted:

@@ -28,8 +28,7 @@ from ds_fp8.train.run_folder import lock
 from ds_fp8.train.saving import HostCopies
 from tests.train.conftest import ROOT
 
-MAX_FILE_BYTES = 400_000
-"""Less than an optimizer's shard of the tiny model takes, more than any other file."""
+MAX_FILE_BYTES = 400_000  # Less than an optimizer's shard of the tiny model takes, more than any other file
 
 
 def run(file: str, cache: str, overrides: list[str], failing: bool = False, undeletable: str = "") -> tuple[str, str]:

@@ -15,8 +15,7 @@ from ds_fp8.train.batches import BatchesAhead
 from ds_fp8.train.metrics import SpikeDetector, read_metrics
 from tests.train.damage import stopped_at
 
-TOLERANCE = 2e-3
-"""Losses of BF16 models whose gradients were summed in another order."""
+TOLERANCE = 2e-3  # Losses of BF16 models whose gradients were summed in another order
 SETTINGS = {
     "steps": 8,
     "save_every": 2,

@@ -17,8 +17,7 @@ from ds_fp8.train.metrics import MetricsLog, read_metrics
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
-LOSSES = 0.03
-"""Relative difference between the losses of a layer in FP8 and in BF16."""
+LOSSES = 0.03  # Relative difference between the losses of a layer in FP8 and in BF16
 SITES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 ALL_SITES = [f"model.layers.{layer}.{site}" for layer in range(2) for site in SITES]
 
@@ -119,8 +118,8 @@ def same_weights(results):
 
 
 QUIET = {"monitor": {"every": 0}}
+# A threshold that every layer is past; the third measurement moves it
 HOPELESS = {"monitor": {"every": 1, "min_snr_db": 90.0, "fallback": True}}
-"""A threshold that every layer is past; the third measurement moves it."""
 REUSE = {"stage3_prefetch_bucket_size": 50000, "stage3_max_reuse_distance": 10**9}
 
 

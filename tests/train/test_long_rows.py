@@ -11,8 +11,7 @@ from tests.train.test_sequence_parallel import losses, own_ranks, run, stage_of,
 __all__ = ["own_ranks", "two"]
 
 FUSED = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
-LENGTH = 512
-"""A rank has 256 tokens of a row: two tiles."""
+LENGTH = 512  # A rank has 256 tokens of a row: two tiles
 
 
 def long_rows(tiny, folder, **changes):

@@ -19,8 +19,8 @@ from ds_fp8.train.evaluation import Alone, exact_match, validation_loss
 from ds_fp8.train.metrics import BF16_LOSS, read_metrics
 from ds_fp8.train.model import build_model, load_model_config
 
+# As DeepSpeed's defaults: weights stay gathered from one forward to the next
 MANY = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
-"""As DeepSpeed's defaults: weights stay gathered from one forward to the next."""
 CASES = {
     "blocks": {},
     "weights that stay gathered": {"zero": {**MANY, "stage3_param_persistence_threshold": 10000}},

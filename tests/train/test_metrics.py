@@ -91,6 +91,7 @@ def test_noise_and_trends_are_no_spikes(slope):
     assert [detector.observe(loss) for loss in noisy(500, level=8.0, slope=slope)] == [None] * 500
 
 
+# History, what comes then, and the least scores: 0 for no spike
 SPIKES = {
     "far above": (noisy(60), [3.1, 5.0], [0, 2.0 / 0.05]),
     "far below": (noisy(60), [0.1], [0]),
@@ -98,7 +99,6 @@ SPIKES = {
     "too few losses say nothing": (noisy(LEAST_HISTORY - 1), [50.0, 50.0], [0, 10]),
     "equal losses do not make a ripple a spike": ([2.0] * 50, [2.01, 2.1], [0, 10]),
 }
-"""History, what comes then, and the least scores: 0 for no spike."""
 
 
 @pytest.mark.parametrize(("history", "losses", "least"), SPIKES.values(), ids=SPIKES)

@@ -165,6 +165,7 @@ def test_a_tokenizer_other_than_the_stored_models_is_refused(load, tmp_path):
     assert caught.value.key == "data.tokenizer"
 
 
+# Of models of which a few layers are tried
 SIZES = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -172,7 +173,6 @@ SIZES = {
     "num_hidden_layers": 3,
     "vocab_size": 600,
 }
-"""Of models of which a few layers are tried."""
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.train import packed_attention
 from ds_fp8.train.batches import StepBatches
 
-TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
-"""FP32, sums in another order."""
+TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}  # FP32, sums in another order
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 2, "head_dim": 12}),

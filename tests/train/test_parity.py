@@ -359,8 +359,7 @@ def test_what_a_run_is_told_in_spite_of_its_point_is_refused_in_points(tiny, wri
     assert told - by_the_point == {"fp8.enabled", *command.SET_HERE}
 
 
-DEEP = f"data.path={'folder/' * 14}"
-"""Longer than what a folder is named by."""
+DEEP = f"data.path={'folder/' * 14}"  # Longer than what a folder is named by
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from ds_fp8.train.metrics import read_metrics
 from tests.corpus import FOLDER, TOKENIZER
 from tests.train.tiny_stage import TINY
 
-TOLERANCE = 1e-3
-"""Losses of BF16 models whose attention and logits are computed another way."""
+TOLERANCE = 1e-3  # Losses of BF16 models whose attention and logits are computed another way
 CONFIGS = Path(__file__).parents[2] / "ds_configs" / "infir2_1.5b"
 MODEL = {**TINY["model"]["config"], "max_position_embeddings": 256, "tie_word_embeddings": False}
 SMALL = [

@@ -20,8 +20,7 @@ from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS
 
 STEPS = 4
-ROUNDING = 2e-3
-"""Relative: FP8 scales follow the tokens and heads of a rank, and sums are in another order."""
+ROUNDING = 2e-3  # Relative: FP8 scales follow the tokens and heads of a rank, and sums are in another order
 
 
 def stage_of(tiny, folder, size, **changes):

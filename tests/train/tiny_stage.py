@@ -32,6 +32,7 @@ TINY = {
     "train": {"run_dir": "run", "steps": 12, "schedule": {"type": "cosine", "warmup": 2}, "eval_batches": 2},
 }
 
+# What result.json holds after TINY
 RESULT = {
     "steps": 12,
     "epochs": None,
@@ -54,4 +55,3 @@ RESULT = {
     "versions": {"torch": "2.13.0"},
     "fp8": {"enabled": True, "notes": []},
 }
-"""What result.json holds after TINY."""

@@ -160,13 +160,13 @@ def test_mixtures_end_within_one_percent_of_bf16(ranks, architecture, world):
     assert sum(fp8[-5:]) == pytest.approx(sum(bf16[-5:]), rel=0.01)
 
 
+# Experts in FP8 and nothing else
 EXACT = {
     "linear": {"skip": ["self_attn", "lm_head"]},
     "grad_reduce": {"format": "bf16"},
     "fuse": "off",
     "loss": {"mode": "off"},
 }
-"""Experts in FP8 and nothing else."""
 
 
 def decoded_beforehand(model):
@@ -245,9 +245,9 @@ SITUATIONS = {
 }
 
 
+# Relative: of the few tokens of an expert some CPUs sum products in another order than of many, and round a few
+# elements of a gradient otherwise. 3e-7 was seen.
 ROUNDED = 1e-4
-"""Relative: of the few tokens of an expert some CPUs sum products in another order than of many, and round a few
-elements of a gradient otherwise. 3e-7 was seen."""
 
 
 def compare(ours, expected, exactly=False, bound=0.02):

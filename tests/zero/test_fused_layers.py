@@ -15,8 +15,8 @@ from tests.zero import models
 from tests.zero.test_training import QUIET
 
 STEPS = 4
+# A prefetch that ends between q (65,536 elements), k and v, and between gate and up (98,304)
 MIDDLE = {"stage3_prefetch_bucket_size": 70_000, "stage3_max_reuse_distance": 0}
-"""A prefetch that ends between q (65,536 elements), k and v, and between gate and up (98,304)."""
 
 
 def train(section, world):

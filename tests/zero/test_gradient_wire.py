@@ -11,8 +11,8 @@ from ds_fp8.zero.reduce import pack_reference
 
 # Relative error of one cast per group of 128, as a share of the gradient's norm.
 TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}
+# Of the kernels: without a GPU they run in Triton's interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Of the kernels: without a GPU they run in Triton's interpreter."""
 SHAPES = [
     # rows, places, and the elements of each gradient
     (1, 1, [4096]),

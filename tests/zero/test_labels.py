@@ -19,8 +19,7 @@ CASES = {
     ),
     "stage 2 without FP8": ({"enabled": False, "loss": "fused"}, {"stage": 2}),
 }
-GOOD = 2
-"""Steps before the one with a wrong label."""
+GOOD = 2  # Steps before the one with a wrong label
 
 
 def steps_until_refused(case, label, good=GOOD):

@@ -23,8 +23,7 @@ POINTS = (
     "in gather",
     "after gather",
 )
-DELAY = 0.03
-"""Seconds: a hundred times what the others need to overtake."""
+DELAY = 0.03  # Seconds: a hundred times what the others need to overtake
 
 
 class SharedFiles(PeerMemory):

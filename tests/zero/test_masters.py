@@ -16,8 +16,7 @@ from tests.optim.test_zero import to_universal, weights_and_moments
 from tests.zero import models
 
 MOMENTS = {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}
-SIZES = (132, 300)
-"""DeepSpeed sets whole masters only where they divide by the ranks: here by 1 to 4."""
+SIZES = (132, 300)  # DeepSpeed sets whole masters only where they divide by the ranks: here by 1 to 4
 
 
 def config(master="fp8_plus16", scale="pow2", moments=False, fp8=None, **zero):

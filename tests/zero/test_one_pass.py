@@ -13,10 +13,8 @@ from tests.zero.shard_casts import DEVICE, buffer_of, weights_of
 
 kernels = pytest.importorskip("ds_fp8.zero.one_pass_triton", reason="Triton is not installed")
 casts = pytest.importorskip("ds_fp8.zero.cast_triton")
-SHAPES = [(256, 256), (130, 128), (384, 128)]
-"""Of two ranks each has whole blocks, and parts of blocks."""
-GAPS = [260, 0, 130 * 128, 12]
-"""Elements of no weight before, between and behind them."""
+SHAPES = [(256, 256), (130, 128), (384, 128)]  # Of two ranks each has whole blocks, and parts of blocks
+GAPS = [260, 0, 130 * 128, 12]  # Elements of no weight before, between and behind them
 STEP = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
 EXACT = DEVICE == "cuda"
 

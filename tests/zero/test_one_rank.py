@@ -18,8 +18,7 @@ from tests.zero.test_training import QUIET
 SECTIONS = {**OTHERS, "precise": {"preset": "precise"}}
 ALIGNED, RAGGED = (256, 512), (131, 301)
 REUSED = {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8}
-COPIED = patch.object(collectives, "ALIGNMENT", 1 << 62)
-"""Let no weight lie where it can be used."""
+COPIED = patch.object(collectives, "ALIGNMENT", 1 << 62)  # Let no weight lie where it can be used
 
 
 def build(preset="infir2", sizes=ALIGNED, **zero):

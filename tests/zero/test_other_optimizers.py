@@ -29,8 +29,9 @@ class SignedMomentum(optim.Optimizer):
                 p.add_(mean.sign(), alpha=-group["lr"])
 
 
+# Names for the section of torch's, each with a learning rate
 NAMED = {"SGD": 0.1, "Adafactor": 1e-3, "RMSprop": 2e-5, "Adagrad": 2e-4, "NAdam": 3e-4, "Adamax": 3e-4}
-"""Names for the section of torch's, each with a learning rate."""
+# Objects: a class or the name of one in a package that may be missing, and a learning rate
 GIVEN = {
     "own class": (SignedMomentum, 1e-4),
     "function": (lambda params, lr: lambda sharded: optim.AdamW(sharded, lr=lr), 3e-4),
@@ -39,7 +40,6 @@ GIVEN = {
     "schedulefree.AdamWScheduleFree": (None, 3e-4),
     "pytorch_optimizer.Lion": (None, 1e-4),
 }
-"""Objects: a class or the name of one in a package that may be missing, and a learning rate."""
 
 
 def losses(ds_config, given=None):

@@ -23,8 +23,8 @@ from tests.zero import models
 from tests.zero.shard_casts import DEVICE, buffer_of, shards_of, weights_of
 
 SECTION = {"preset": "precise", "monitor": {"every": 0}}
+# Sizes of linears whose rows divide by 2, 3 and 4 ranks, and by none of them
 WHOLE_ROWS, CUT_ROWS = (132, 300), (131, 301)
-"""Sizes of linears whose rows divide by 2, 3 and 4 ranks, and by none of them."""
 
 
 def linears(engine):

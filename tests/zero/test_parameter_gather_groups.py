@@ -17,8 +17,8 @@ from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS, SPECS, fp8_linears, gather
 from tests.zero.test_training import QUIET, assert_same
 
+# Outputs of the linears of a fused product; blocks of the second straddle its weights
 SIZES = [(256, 128, 70), (130, 64, 70), (128, 384), (1024, 37)]
-"""Outputs of the linears of a fused product; blocks of the second straddle its weights."""
 PREFETCH = {"stage3_prefetch_bucket_size": 50000, "stage3_max_reuse_distance": 10**8}
 
 

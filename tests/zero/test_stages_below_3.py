@@ -8,8 +8,7 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 from tests.zero import models
 
 PLAIN = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}, "monitor": {"every": 0}}
-SIZES = (132, 300)
-"""ZeRO-3 sets whole moments only where they divide by the ranks."""
+SIZES = (132, 300)  # ZeRO-3 sets whole moments only where they divide by the ranks
 
 
 def build(stage: int, moments: str, accumulation: str | None = None, **zero):

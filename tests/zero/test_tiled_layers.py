@@ -12,8 +12,7 @@ from tests.zero import models
 from tests.zero.test_training import QUIET
 
 TILE = 128
-LENGTH = 150
-"""Two rows of it are three tiles, the last of them ragged."""
+LENGTH = 150  # Two rows of it are three tiles, the last of them ragged
 
 
 def train(tile, section, recompute=False, steps=2):

@@ -35,12 +35,12 @@ def groups(model):
 
 
 LISTS = {"a layer": a_layer, "all but a bias": all_but_a_bias, "all but a weight": all_but_a_weight, "groups": groups}
+# What the start report says of the others
 FORGOTTEN = {
     "a layer": "8 parameters that require",
     "all but a bias": "1 parameter that requires",
     "all but a weight": "1 parameter that requires",
 }
-"""What the start report says of the others."""
 COMPRESSED = {"optimizer": {"exp_avg": "e4m3", "exp_avg_sq": "e5m2"}}
 
 

@@ -27,8 +27,7 @@ def assert_same(left, right):
         assert torch.equal(left[1][name], right[1][name]), name
 
 
-BASE = (losses_and_weights, models.config(QUIET))
-"""What options that only say when and where are compared to."""
+BASE = (losses_and_weights, models.config(QUIET))  # What options that only say when and where are compared to
 
 
 @pytest.mark.parametrize(

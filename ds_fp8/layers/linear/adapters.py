@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+# u [T, R] and every adapter's mask or None, or nothing where there is no adapter
 Kept = tuple[torch.Tensor | None, ...]
-"""u [T, R] and every adapter's mask or None, or nothing where there is no adapter."""
 
 
 def is_lora(module: nn.Module) -> bool:

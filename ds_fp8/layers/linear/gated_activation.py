@@ -74,12 +74,12 @@ class GatedCast(NamedTuple):
 
 class GatedGradients(NamedTuple):
     dgate_up: QuantizedTensor  # [T, 2F], for dgrad
+    # [2F, T], for wgrad of gate_proj and up_proj; None where there is no wgrad
     dgate_up_columnwise: QuantizedTensor | None
-    """[2F, T], for wgrad of gate_proj and up_proj; None where there is no wgrad."""
     product_columnwise: QuantizedTensor | None  # [F, T], for wgrad of down_proj; None where there is no wgrad
     drow_factor: torch.Tensor | None = None  # FP32 [T], the gradient of the rows' factors, where they have some
+    # [T, 2F] in dproduct's dtype, as the product [T, F], where they are asked for
     dgate_up_uncast: torch.Tensor | None = None
-    """[T, 2F] in dproduct's dtype, as the product [T, F], where they are asked for."""
     product_uncast: torch.Tensor | None = None
 
 

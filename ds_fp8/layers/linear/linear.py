@@ -125,11 +125,11 @@ class _FP8LinearFunction(torch.autograd.Function):
 
 NO_ADAPTERS = Adapters(())
 
+# Decorator of the forwards of FP8 layers
 runs_eagerly = torch.compiler.disable(
     reason="FP8 layers of ds_fp8 read weights that ZeRO-3 gathers at every step, so they stay outside of the graphs of "
     "torch.compile (remove fullgraph=True)"
 )
-"""Decorator of the forwards of FP8 layers."""
 
 
 class FP8Linear(nn.Linear):

@@ -20,15 +20,15 @@ ENOUGH = 0.9  # channels stay while they hold this share of the energy of those 
 class OutlierChannels:
     def __init__(self, count: int):
         self.count = count  # number of channels, of all products alike; narrower inputs have fewer
+        # int32 [C], ascending; None before the first input. Changed in place: CUDA graphs read it.
         self.channels: torch.Tensor | None = None
-        """int32 [C], ascending; None before the first input. Changed in place: CUDA graphs read it."""
+        # FP32 [K], of the inputs of the step that is being measured on this rank; None outside measured steps
         self.energy: torch.Tensor | None = None
-        """FP32 [K], of the inputs of the step that is being measured on this rank; None outside measured steps."""
         self.fixed = False  # whether no others are looked for: those of frozen weights are the first input's
+        # Adds a tensor up over all ranks, in place, with the same bits on each
         self.add_over_ranks: Callable[[torch.Tensor], None] = _alone
-        """Adds a tensor up over all ranks, in place, with the same bits on each."""
+        # Called when channels were found for the first time, on all ranks
         self.on_found: Callable[[OutlierChannels], None] = _alone
-        """Called when channels were found for the first time, on all ranks."""
 
     def __getstate__(self) -> dict:
         # A copy of a model under training belongs to no engine.

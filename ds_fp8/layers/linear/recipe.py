@@ -26,8 +26,8 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
 
 Factor = torch.Tensor | None
+# One operand cast as dgrad or fprop reads it, and as wgrad does; None where it is not wanted
 Casts = tuple[QuantizedTensor | None, QuantizedTensor | None]
-"""One operand cast as dgrad or fprop reads it, and as wgrad does; None where it is not wanted."""
 
 
 @dataclass(frozen=True)
@@ -200,5 +200,4 @@ class LinearRecipe:
 
 
 def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:
-    """Return rows of x times its factors: the whole of it, in FP32, would be twice the size of x."""
     return lambda rows: apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)

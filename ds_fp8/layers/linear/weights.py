@@ -19,19 +19,19 @@ from ds_fp8.casts.quantization import block_scales, widened
 from ds_fp8.config.formats import BLOCK, SCALE_TYPES, group_shape, is_of_blocks
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
+# Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available
 GATHERED = "fp8_gathered"
-"""Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available."""
 
+# Attribute of a weight that ZeRO-3 shards and gathers without an outlier block: codes [N, C] of the residuals of its
+# outlier channels' columns
 RESIDUAL = "fp8_residual"
-"""Attribute of a weight that ZeRO-3 shards and gathers without an outlier block: codes [N, C] of the residuals of its
-outlier channels' columns."""
 
+# Attribute of a weight that ZeRO-3 gathers with a whole layer: gathers the layer where a backward needs it and the
+# layer's output had no gradient
 BEFORE_BACKWARD = "fp8_before_backward"
-"""Attribute of a weight that ZeRO-3 gathers with a whole layer: gathers the layer where a backward needs it and the
-layer's output had no gradient."""
 
+# Attribute of the weights of one fused product: the WeightGroup of them all, in the order their rows are stacked
 GROUP = "fp8_group"
-"""Attribute of the weights of one fused product: the WeightGroup of them all, in the order their rows are stacked."""
 
 
 class WeightGroup(tuple):

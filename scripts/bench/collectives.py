@@ -30,7 +30,8 @@ from zero_ranks import is_first, join_ranks, leave_ranks, link, timed, zero3_con
 
 import ds_fp8
 from ds_fp8.config.errors import UserError, main_entry
-from ds_fp8.config.plans import GradientReduction
+from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.engine.plans import step_plan
 from ds_fp8.zero.collectives import Collectives, Transport, Wait, WireMeter, choose
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.reduce import ReduceScatter
@@ -187,7 +188,9 @@ def measure_reductions(size: str, options: dict[str, Any] | None, repeats: int) 
     wire = WireMeter()
     reduction = ReduceScatter(wire)
     if options is not None:
-        reduction = ReduceScatter(wire, None, GradientReduction(**options), find_nodes(find_hosts()))
+        reduction = ReduceScatter(
+            wire, None, step_plan(parse_fp8({"fp8": {"grad_reduce": options}})).reduction, find_nodes(find_hosts())
+        )
 
     def reduce(parameters: dict[str, nn.Parameter]) -> None:
         reduction(

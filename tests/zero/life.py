@@ -198,7 +198,8 @@ class Life:
             for name in learning:
                 for key, wanted in zip(MOMENTS, expected[name][1:], strict=True):
                     atol_of = 1e-6 * float(wanted.abs().max())
-                    torch.testing.assert_close(moment(parameters[name], key), wanted, rtol=1e-5, atol=atol_of)
+                    # kernels compute 1 - beta2 in FP32: 1 - 0.999 is 1.3e-5 off
+                    torch.testing.assert_close(moment(parameters[name], key), wanted, rtol=2e-5, atol=atol_of)
         for engine in self.engines[1:]:  # every bit is that of DeepSpeed's step
             for name, parameter in self.parameters(engine).items():
                 if name in learning:

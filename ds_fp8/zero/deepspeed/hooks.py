@@ -22,10 +22,10 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.zero import streams
+from ds_fp8.zero.deepspeed import versions
 from ds_fp8.zero.deepspeed.methods import HOOKS, has_optimizer, on_destroy, replace
 from ds_fp8.zero.deepspeed.optimizer import overflowed
 from ds_fp8.zero.deepspeed.parameters import bytes_to_gather, link_moments, order
-from ds_fp8.zero.deepspeed.versions import TESTED
 from ds_fp8.zero.streams import profiled
 
 if TYPE_CHECKING:  # of packages whose files import this folder
@@ -378,11 +378,15 @@ def hook(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, handler: C
     if stock is None:
         raise UserError(
             f"DeepSpeed {deepspeed.__version__} lacks {type(owner).__name__}.{name}, which FP8 replaces",
-            remedy=f"pip install 'deepspeed=={TESTED}'",
+            remedy=f"pip install 'deepspeed=={versions.TESTED}'",
         )
 
     def method(*args, **kwargs):
-        return handler(stock, *args, **kwargs)
+        try:
+            return handler(stock, *args, **kwargs)
+        except AttributeError as error:
+            versions.explain(error)
+            raise
 
     # With its signature, which DeepSpeed's callers read.
     replace(engine, owner, name, functools.update_wrapper(method, stock, assigned=()))

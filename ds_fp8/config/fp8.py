@@ -195,12 +195,18 @@ class FP8Config(Section):
         """
         return _parse({**changes, "preset": preset})
 
+    def __new__(cls, **values: Any) -> FP8Config:
+        # With keys or values of papers research's class, as from a file. pydantic itself calls this without values.
+        return super().__new__(type(_parse(values)) if cls is FP8Config and values else cls)
+
     @model_validator(mode="before")
     @classmethod
     def _with_its_preset(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
         values = without_words(values)
+        if cls is not FP8Config:  # whose sections core's objects are none of
+            values = {key: as_mapping(value) for key, value in values.items()}
         # Before validation, so that the preset's values are checked like the user's and errors name the same keys.
         return merge(preset_values(values.get("preset", DEFAULT)), values)
 
@@ -259,7 +265,6 @@ def _parse(values: Any, file: str | os.PathLike | None = None) -> FP8Config:
     except UserError:  # perhaps of a paper's key or value
         if not isinstance(values, Mapping):
             raise
-        values = {key: as_mapping(value) for key, value in values.items()}
         return parse_section(registry.load().FP8Config, values, key="fp8", file=file)
 
 

@@ -18,7 +18,12 @@ class Section(BaseModel):
     """Base of every section of the JSON that belongs to this package: immutable, typed, unknown keys rejected."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=False, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=False,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        revalidate_instances="subclass-instances",  # a dump would lose the keys that a subclass adds
     )
 
     @field_validator("*", mode="before")

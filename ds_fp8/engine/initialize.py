@@ -47,6 +47,7 @@ from ds_fp8.layers.head.loss import LossFusion, fuse_loss
 from ds_fp8.layers.selection import Filter
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
+from ds_fp8.zero.deepspeed import versions
 from ds_fp8.zero.deepspeed.masters import without_fp32_masters
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
@@ -217,10 +218,12 @@ def _attach(
     state.conversion, state.loss, state.preset_reason = prepared.conversion, prepared.loss, preset_reason
     try:
         attach(engine, state, measured=measured)
-    except BaseException:  # nobody gets this engine to destroy it, and zero.Init's methods would stay replaced
+        state.report = start_report(engine, state, _micro_batch_tokens(configuration, engine))
+    except BaseException as error:  # nobody gets this engine to destroy it: zero.Init's methods would stay replaced
         engine.destroy()
+        if isinstance(error, AttributeError):
+            versions.explain(error)
         raise
-    state.report = start_report(engine, state, _micro_batch_tokens(configuration, engine))
     if fp8.enabled:
         state.report["notes"] += prepared.notes
     if measured:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_fp8.casts.primitives import decode as fp8_numbers
+from ds_fp8.config import registry
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, Format
 from ds_fp8.config.plans import MOMENTS, StatePrecision
 
@@ -62,6 +63,8 @@ class Codec:
 class _Codecs(dict[str, Codec]):
     def __missing__(self, name: str) -> Codec:
         # A byte of a format that torch has no dtype for.
+        if name not in FORMATS:
+            registry.load()  # of a checkpoint: the configuration of this run need not name it
         format = FORMATS[name]
         self[name] = Codec(name, format.dtype, max=format.max)
         return self[name]

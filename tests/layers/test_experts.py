@@ -464,6 +464,9 @@ def test_products_that_experts_cannot_have_are_said():
     assert conversion.experts.converted
     assert not conversion.experts.multiplied
     assert list(conversion.experts.dequantized) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    conversion = convert(mixture("qwen3_moe"), FP8Config(linear={**section, "smooth_swiglu": True}))
+    assert all("smooth_swiglu" in reason for reason in conversion.experts.dequantized.values())
+    assert len(conversion.experts.dequantized) == 2
     model = mixture("qwen3_moe")
     section["overrides"] = {"*.experts.down_proj": "bf16"}
     conversion = convert(model, FP8Config(linear=section))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -82,3 +85,22 @@ def test_adamw_with_emulated_moments_goes_on_from_its_checkpoint_and_stays_near_
             torch.testing.assert_close(again, parameter, rtol=1e-6, atol=0)
     moved = (results["fp32"] - weights.view(30, 100)).norm()
     assert 0 < (results["kept"] - results["fp32"]).norm() < 0.1 * moved
+
+
+PROGRAM = """
+import sys, torch
+from ds_fp8.optim import AdamW
+optimizer = AdamW([torch.nn.Parameter(torch.ones(256))])
+optimizer.load_state_dict(torch.load(sys.argv[1]))
+torch.save(next(iter(optimizer.state.values()))["exp_avg"], sys.argv[1])
+"""
+
+
+def test_a_run_without_emulated_formats_goes_on_from_a_compact_checkpoint_with_them(tmp_path):
+    optimizer = AdamW([parameter := torch.nn.Parameter(torch.ones(256))], exp_avg="log8", exp_avg_sq="e3m4")
+    parameter.grad = gradients(256, spread=1)
+    optimizer.step()
+    optimizer.compact = True
+    torch.save(optimizer.state_dict(), tmp_path / "state")
+    subprocess.run([sys.executable, "-c", PROGRAM, tmp_path / "state"], check=True, timeout=120)
+    assert torch.equal(torch.load(tmp_path / "state"), optimizer.state[parameter]["exp_avg"].decode())

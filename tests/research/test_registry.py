@@ -3,9 +3,10 @@
 import pytest
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.config.presets import PRESETS
+from ds_fp8.research.config import ResearchLinear
 from ds_fp8.research.presets import PRESETS as RESEARCH_PRESETS
 
 SECTIONS = {
@@ -22,6 +23,21 @@ def test_what_is_dumped_is_read_again(section):
     config = parse_fp8({"fp8": section})
     assert type(config).model_validate_json(config.model_dump_json()) == config
     assert parse_fp8({"fp8": config.model_dump()}) == config
+
+
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
+def test_the_class_takes_what_a_file_takes(section):
+    config = FP8Config(**section)
+    assert type(config) is type(parse_fp8({"fp8": section}))
+    assert config == parse_fp8({"fp8": section})
+
+
+@pytest.mark.parametrize("make", [FP8Config, FP8Config.from_preset])
+def test_a_section_of_research_keeps_its_keys(make):
+    config = make(linear=ResearchLinear(smooth_swiglu=True, skip=("q_proj",)), loss={"mode": "off"})
+    assert config.model_dump()["linear"]["smooth_swiglu"]
+    assert parse_fp8({"fp8": config.model_dump()}) == config
+    assert FP8Config(linear=LinearConfig(skip=("q_proj",)), optimizer={"exp_avg": "log8"}).linear.skip == ("q_proj",)
 
 
 def test_a_section_of_core_stays_core():

@@ -1,19 +1,22 @@
 """The supported DeepSpeed versions, what is said of others, and its methods that are replaced."""
 
 import ast
+import contextlib
 import re
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import pytest
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from packaging.specifiers import SpecifierSet
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.preflight import check
-from ds_fp8.zero.deepspeed import versions
+from ds_fp8.zero.deepspeed import optimizer, versions
 from tests.zero import models
 
 ROOM = Path(versions.__file__).parent
@@ -50,6 +53,45 @@ def test_a_replaced_method_that_is_missing_is_named_with_the_version(ranks):
     for said in ranks(2, without_a_replaced_method):
         assert f"DeepSpeed {deepspeed.__version__} lacks DeepSpeedZeroOptimizer_Stage3.partition_grads" in said
         assert f"pip install 'deepspeed=={versions.TESTED}'" in said
+
+
+@contextlib.contextmanager
+def renamed(name):
+    """Let a method of DeepSpeed's, or an attribute, have another name than this package knows."""
+    if name in vars(DeepSpeedZeroOptimizer_Stage3):
+        method = vars(DeepSpeedZeroOptimizer_Stage3)[name]
+        delattr(DeepSpeedZeroOptimizer_Stage3, name)
+        yield
+        setattr(DeepSpeedZeroOptimizer_Stage3, name, method)
+    else:
+        with mock.patch.object(optimizer, "_GRADIENT_PARTITIONS", name):
+            yield
+
+
+def without(name, versions_of_it):
+    """What engines of these versions say when they are made or step, and whether Init is as before then."""
+    said, partition = [], Init._partition
+    for version in versions_of_it:
+        with renamed(name), mock.patch.object(deepspeed, "__version__", version):
+            engine = None
+            try:
+                engine = models.build(models.config({}))
+                models.train(engine, 1)
+            except (UserError, AttributeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        if engine is not None:
+            engine.destroy()
+    return *said, Init._partition is partition
+
+
+@pytest.mark.parametrize("name", ["_pre_step", "_grad_partitions"])
+@pytest.mark.filterwarnings("ignore:DeepSpeed 0.19.9")
+def test_a_private_name_that_is_missing_is_named_with_the_version(ranks, name):
+    for newer, tested, restored in ranks(2, without, name, ["0.19.9", versions.TESTED]):
+        assert re.match(rf"(?s)UserError: .*DeepSpeed 0\.19\.9 lacks .*{name}", newer)
+        assert f"pip install 'deepspeed=={versions.TESTED}'" in newer
+        assert tested.startswith("AttributeError")  # a fault of this package
+        assert restored
 
 
 def test_the_project_asks_for_the_supported_versions():

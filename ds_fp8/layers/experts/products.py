@@ -81,8 +81,10 @@ NO_ADAPTERS = ExpertAdapters()
 def unsupported(recipe: LinearRecipe) -> str | None:
     """Return why grouped products cannot run with a recipe, or None."""
     casts = recipe.input, recipe.weight, recipe.grad_output
-    if type(recipe) in LAYERS or not all(SCALE_TYPES[cast.scale].needs_amax for cast in casts):
-        return "their casts round to nearest with scales that follow the numbers, neither rotated nor cast again"
+    if type(recipe) in LAYERS:
+        return "they have no fp8.linear.rotation, recast, smooth_swiglu or stochastic rounding"
+    if not all(SCALE_TYPES[cast.scale].needs_amax for cast in casts):
+        return 'they have no scale "static"'
     if recipe.outlier_channels:
         return "they have no outlier channels"
     if recipe.weight.granularity != "128x128":

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import deepspeed
 import torch
@@ -22,11 +22,18 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.zero import streams
+from ds_fp8.zero.deepspeed import versions
 from ds_fp8.zero.deepspeed.methods import HOOKS, has_optimizer, on_destroy, replace
 from ds_fp8.zero.deepspeed.optimizer import overflowed
 from ds_fp8.zero.deepspeed.parameters import bytes_to_gather, link_moments, order
-from ds_fp8.zero.deepspeed.versions import TESTED
 from ds_fp8.zero.streams import profiled
+
+if TYPE_CHECKING:  # of packages whose files import this folder
+    from ds_fp8.optim.adamw import AdamW
+    from ds_fp8.zero.group import FP8ParamGroup
+    from ds_fp8.zero.leaf_modules import LeafCalls
+    from ds_fp8.zero.reduce import ReduceScatter
+    from ds_fp8.zero.step import Step
 
 Stock = Callable[..., Any]  # DeepSpeed's own method
 
@@ -63,11 +70,11 @@ class Hooks:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, count_gather: Callable[[int, object], None] | None = None):
         """Replace the methods of an engine; `count_gather` gets the bytes and the group of DeepSpeed's own gathers."""
-        self.own_step: Any = None  # Step (zero/step.py), in place of the optimizer's
-        self.group: Any = None  # FP8ParamGroup (zero/group.py): weights that are unsharded in FP8
-        self.leaf_calls: Any = None  # LeafCalls (zero/leaf_modules.py): knows when a gradient is complete
-        self.reduce_scatter: Any = None  # ReduceScatter (zero/reduce.py)
-        self.moments: Any = None  # AdamW (optim/adamw.py), which holds the moments in formats of its own
+        self.own_step: Step | None = None  # in place of the optimizer's
+        self.group: FP8ParamGroup | None = None  # weights that are unsharded in FP8
+        self.leaf_calls: LeafCalls | None = None  # knows when a gradient is complete
+        self.reduce_scatter: ReduceScatter | None = None
+        self.moments: AdamW | None = None  # holds the moments in formats of its own
         # Called in order after every step, also after one that was skipped because of an overflow.
         self.after_step: list[Callable[[], None]] = []
         # Called in order, on all ranks, before the engine loads a checkpoint.
@@ -371,11 +378,15 @@ def hook(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, handler: C
     if stock is None:
         raise UserError(
             f"DeepSpeed {deepspeed.__version__} lacks {type(owner).__name__}.{name}, which FP8 replaces",
-            remedy=f"pip install 'deepspeed=={TESTED}'",
+            remedy=f"pip install 'deepspeed=={versions.TESTED}'",
         )
 
     def method(*args, **kwargs):
-        return handler(stock, *args, **kwargs)
+        try:
+            return handler(stock, *args, **kwargs)
+        except AttributeError as error:
+            versions.explain(error)
+            raise
 
     # With its signature, which DeepSpeed's callers read.
     replace(engine, owner, name, functools.update_wrapper(method, stock, assigned=()))

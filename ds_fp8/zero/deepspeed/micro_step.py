@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -18,7 +18,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fp8.zero import streams
 
-GradientShards = FP8ParamGroup = WireMeter = Any  # of zero/, whose files import this folder
+if TYPE_CHECKING:  # of zero/, whose files import this folder
+    from ds_fp8.zero.collectives import WireMeter
+    from ds_fp8.zero.gradients import GradientShards
+    from ds_fp8.zero.group import FP8ParamGroup
 
 _FETCH_EVENTS = "_PartitionedParameterCoordinator__ongoing_fetch_events"
 _IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"

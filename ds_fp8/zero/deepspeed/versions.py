@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 
+import deepspeed
 from packaging.specifiers import SpecifierSet
 
 from ds_fp8.config.errors import UserError
@@ -32,3 +33,13 @@ def check(version: str) -> None:
         warnings.warn(f"{unknown}, and {TRY} lets it try: {compare}", stacklevel=2)
     elif SpecifierSet(f">{TESTED}").contains(version, prereleases=True):
         warnings.warn(f"DeepSpeed {version} is newer than {TESTED}, which was tested: {compare}", stacklevel=2)
+
+
+def explain(error: AttributeError) -> None:
+    """Raise UserError where the reason is that DeepSpeed, another than TESTED, lacks a name."""
+    of_deepspeed = type(error.obj).__module__.startswith("deepspeed.") or str(error.name).startswith("ds_")
+    if deepspeed.__version__ != TESTED and (of_deepspeed or "DeepSpeed" in str(error)):
+        raise UserError(
+            f"DeepSpeed {deepspeed.__version__} lacks a name that FP8 needs: {error}",
+            remedy=f"pip install 'deepspeed=={TESTED}'",
+        ) from error

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import torch
 
-from ds_fp8.casts.primitives import apply_factors, cast, decode, group_amax, scale_from_amax
+from ds_fp8.casts.primitives import apply_factors, dequantize_unscaled, group_amax, quantize_with_scale, scale_from_amax
 from ds_fp8.casts.quantization import QuantizedTensor, block_scales, whole_blocks, width_with_outliers
 from ds_fp8.config.formats import BLOCK, FORMATS
 
@@ -58,7 +58,7 @@ def residual_codes(
     values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, row_scale: torch.Tensor, format: str
 ) -> torch.Tensor:
     """Return codes of what a cast of values [N, C] lost: cast((values - codes * scale) / row_scale [N, 1])."""
-    return _cast_in_units(values.float() - decode(codes) * scale, row_scale, format)
+    return _cast_in_units(values.float() - dequantize_unscaled(codes) * scale, row_scale, format)
 
 
 def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Te
     at = channels.long()
     of_block = residual_scale(w.scale)
     of_row = of_block.repeat_interleave(BLOCK)[:N, None]
-    columns = decode(w.data.view(torch.uint8)[:, at].view(w.data.dtype))
+    columns = dequantize_unscaled(w.data.view(torch.uint8)[:, at].view(w.data.dtype))
     columns = columns * w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[:N]
     data = torch.zeros(N, width, dtype=torch.uint8, device=w.data.device)
     data[:, :K] = w.data.view(torch.uint8)
@@ -136,14 +136,14 @@ def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: t
     T, K = x.shape
     start, width = whole_blocks(K), width_with_outliers(K, len(channels))
     at = channels.long()
-    codes = decode(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
+    codes = dequantize_unscaled(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
     values = values.detach().float()
     blocks = _halves(values, values - codes * x.scale[:, at // BLOCK])
     # The amax of the values alone: residuals are smaller by 2^-4 at least and would not change it.
     own = scale_from_amax(group_amax(_halves(values, values), "1x128"), x.format, x.scale_type)
     data = torch.zeros(T, width, dtype=torch.uint8, device=x.data.device)
     data[:, :K] = x.data.view(torch.uint8)
-    data[:, start:] = cast(blocks, own, x.format, "1x128").view(torch.uint8)
+    data[:, start:] = quantize_with_scale(blocks, own, x.format, "1x128").view(torch.uint8)
     # Group-major, as kernels write scales of 1x128 (primitives_triton.py).
     scale = torch.empty(width // BLOCK, T, device=x.data.device).t()
     scale[:, : start // BLOCK], scale[:, start // BLOCK :] = x.scale, own
@@ -162,4 +162,4 @@ def _halves(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _cast_in_units(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
-    return cast(x * scale.reciprocal(), torch.ones((), device=x.device), format, "tensor")
+    return quantize_with_scale(x * scale.reciprocal(), torch.ones((), device=x.device), format, "tensor")

@@ -143,7 +143,7 @@ def per_element(
     return result
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
+def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
     """Return `x` in units of `scale`, rounded to nearest even and saturated; NaN where x or its scale is NaN.
 
     FP8, or uint8 codes of a format with a codec, of x's shape.
@@ -156,7 +156,9 @@ def cast(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) ->
     return in_units.clamp_(-target.max, target.max).to(target.dtype)
 
 
-def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str | None = None) -> torch.Tensor:
+def dequantize_unscaled(
+    data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str | None = None
+) -> torch.Tensor:
     """Return codes as numbers (scale 1), exact in FP32 and, where Format says so, in BF16.
 
     `format` is that of uint8 codes; FP8 dtypes say theirs.
@@ -176,8 +178,8 @@ def dequantize(
     """Return data * scale, rounded once to `dtype`."""
     if dtype is torch.bfloat16 and has_power_of_two_scales(scale_type) and FORMATS[format].exact_in_bf16:
         # Both factors are exact in BF16, so the BF16 product is the FP32 product rounded once, in half the memory.
-        return per_element(torch.mul, decode(data, dtype, format), scale.to(dtype), granularity)
-    return per_element(torch.mul, decode(data, format=format), scale, granularity).to(dtype)
+        return per_element(torch.mul, dequantize_unscaled(data, dtype, format), scale.to(dtype), granularity)
+    return per_element(torch.mul, dequantize_unscaled(data, format=format), scale, granularity).to(dtype)
 
 
 # Stochastic rounding, the same on every device: random bits are a hash of a key and an element's index.

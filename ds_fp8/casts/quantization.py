@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 
 from ds_fp8.casts import primitives
-from ds_fp8.casts.primitives import apply_factors, cast, infinite_to_nan, scales_for
+from ds_fp8.casts.primitives import apply_factors, infinite_to_nan, quantize_with_scale, scales_for
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import (
     BLOCK,
@@ -242,7 +242,7 @@ def _transposed(data: torch.Tensor) -> torch.Tensor:
 def _reference(x: torch.Tensor, format: str, granularity: str, scale: str) -> QuantizedTensor:
     factors = scales_for(x, format, granularity, scale)
     name = None if FORMATS[format].codec is None else format
-    codes = cast(infinite_to_nan(x, scale), factors, format, granularity)
+    codes = quantize_with_scale(infinite_to_nan(x, scale), factors, format, granularity)
     return QuantizedTensor(codes, factors, granularity, scale, name)
 
 

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.casts import QuantizedTensor, cast, quantize
+from ds_fp8.casts import QuantizedTensor, quantize, quantize_with_scale
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.log import logger
@@ -95,7 +95,7 @@ class Health:
         if scale is None:
             quantized = quantize(groups, format, "1x128", "pow2")
         else:
-            data = cast(groups, scale, format, "tensor").view(torch.uint8)
+            data = quantize_with_scale(groups, scale, format, "tensor").view(torch.uint8)
             quantized = QuantizedTensor.of_bytes(data, scale, CastSpec(format, "tensor", "fp32"))
         self._monitor.observe("grad_weight", groups, quantized, self._site_of_gradient[name])
 
@@ -104,7 +104,7 @@ class Health:
         if self._monitor.active and self.weights is not None:
             observe = self._monitor.observe
             self.weights.observe(
-                lambda weight, rows, cast, n: observe("weight", rows, cast, self._site_of[id(weight)], n)
+                lambda weight, rows, quantized, n: observe("weight", rows, quantized, self._site_of[id(weight)], n)
             )
         measurement = self._monitor.end_step()
         if measurement is None:

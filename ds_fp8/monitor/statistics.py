@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ds_fp8.casts import QuantizedTensor, group_amax
-from ds_fp8.casts.primitives import decode, per_element
+from ds_fp8.casts.primitives import dequantize_unscaled, per_element
 from ds_fp8.config.formats import BLOCK, FORMATS, group_shape, is_native, is_of_blocks
 
 SAMPLE = 2**20
@@ -90,7 +90,7 @@ def _count(rows: Rows, quantized: QuantizedTensor) -> torch.Tensor:
     if granularity != "tensor":
         scale = scale[spaced]
     sample = rows(spaced).float()
-    codes = decode(quantized.data[spaced], format=quantized.format)
+    codes = dequantize_unscaled(quantized.data[spaced], format=quantized.format)
     units = per_element(torch.div, sample.abs(), scale, granularity)
     saturated = (units > _limit(quantized)).sum()
     flushed = ((units > 0) & (codes == 0)).sum()

@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_fp8.casts.primitives import cast, per_element
-from ds_fp8.casts.primitives import decode as numbers_of
+from ds_fp8.casts.primitives import dequantize_unscaled, per_element, quantize_with_scale
 from ds_fp8.config.formats import FORMATS, CastSpec, has_power_of_two_scales
 from ds_fp8.optim.moments import CHUNK
 
@@ -63,18 +62,18 @@ def _shifted(word: torch.Tensor, bits: int) -> torch.Tensor:
 
 def encode(numbers: torch.Tensor, scale: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (data, corrections int16) of a matrix of FP32 numbers; the data are NaN where a scale is."""
-    data = cast(numbers, scale, FORMAT, granularity)
+    data = quantize_with_scale(numbers, scale, FORMAT, granularity)
     # Divided, not multiplied by a rounded reciprocal: its error would be the same in every step, and add up.
     magnitude = per_element(torch.div, numbers, scale, granularity).abs_()
     more = torch.where(magnitude < SMALLEST_NORMAL, SMALLEST_NORMAL, 0.0)
-    difference = magnitude.add_(more).view(torch.int32) - (numbers_of(data).abs() + more).view(torch.int32)
+    difference = magnitude.add_(more).view(torch.int32) - (dequantize_unscaled(data).abs() + more).view(torch.int32)
     correction = _shifted(difference, 4).clamp_(-LARGEST_CORRECTION, LARGEST_CORRECTION)
     return data, correction.to(torch.int16)
 
 
 def decode(data: torch.Tensor, correction: torch.Tensor, scale: torch.Tensor, granularity: str) -> torch.Tensor:
     """Return the FP32 masters [R, C] of a matrix of data."""
-    code = numbers_of(data)
+    code = dequantize_unscaled(data)
     magnitude, correction = code.abs(), correction.int()
     # What lies below the smallest normal number, which is also the code of some numbers below it.
     small = magnitude.view(torch.int32) + correction < _ITS_BITS

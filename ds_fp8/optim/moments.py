@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_fp8.casts.primitives import decode as fp8_numbers
+from ds_fp8.casts.primitives import dequantize_unscaled
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, Format
 from ds_fp8.config.plans import MOMENTS, StatePrecision
 
@@ -177,7 +177,7 @@ def encode(
 def decode(encoded: Encoded, codec: Codec, granularity: str = "1x128") -> torch.Tensor:
     """Return the flat FP32 numbers [n] that `encoded` stands for."""
     one_byte = codec.dtype.itemsize == 1
-    numbers = fp8_numbers(encoded.codes, format=codec.name) if one_byte else encoded.codes.float()
+    numbers = dequantize_unscaled(encoded.codes, format=codec.name) if one_byte else encoded.codes.float()
     if codec.max is None:
         return numbers
     groups = _as_groups(numbers, granularity)

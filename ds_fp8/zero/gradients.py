@@ -24,7 +24,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch.nn.functional import pad
 
-from ds_fp8.casts.primitives import decode
+from ds_fp8.casts.primitives import dequantize_unscaled
 from ds_fp8.config.formats import BLOCK, FORMATS
 
 LIMIT = 1024  # items of a cache: buckets are far fewer where all steps have the same, and endless where they vary
@@ -129,7 +129,7 @@ def sum_rows_reference(message: torch.Tensor, shape: Message, format: str, divis
     """Do sum_rows in torch, on any device; the oracle of the kernel."""
     total = torch.zeros(shape.row_numel // BLOCK, BLOCK, device=message.device)
     for row, scale in zip(*shape.parts(message), strict=True):
-        numbers = decode(row.contiguous().view(FORMATS[format].dtype), format=format)
+        numbers = dequantize_unscaled(row.contiguous().view(FORMATS[format].dtype), format=format)
         total += numbers.view(-1, BLOCK) * scale.reshape(-1, 1)
     return (total / divisor).flatten()
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fp8.casts import QuantizedTensor, cast, group_amax
+from ds_fp8.casts import QuantizedTensor, group_amax, quantize_with_scale
 from ds_fp8.casts.primitives import infinite_to_nan
 from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.errors import UserError
@@ -389,5 +389,5 @@ class ReferenceShardCast:
             numbers = weight.before_cast(on_device(source(weight), scales.device))
             own = weight.covered(weight.scales_in(scales))
             cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
-            cover = cast(cover, own, self._spec.format, weight.spec.granularity)
+            cover = quantize_with_scale(cover, own, self._spec.format, weight.spec.granularity)
             weight.write_data(cover.view(torch.uint8))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ds_fp8.casts import QuantizedTensor, cast, quantize
+from ds_fp8.casts import QuantizedTensor, quantize, quantize_with_scale
 from ds_fp8.config.fp8 import MonitorConfig, parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.convert import layer_of, restore
@@ -25,7 +25,7 @@ def observed(monitor: CastMonitor, x: torch.Tensor, **words: str) -> None:
 def test_numbers_beyond_the_scale_count_as_saturated():
     x, scale = torch.tensor([[447.0, 448.0, 500.0, -1e9, 0.0]]), torch.tensor(1.0)
     monitor = CastMonitor(every=1)
-    monitor.observe("weight", x, QuantizedTensor(cast(x, scale, "e4m3", "tensor"), scale, "tensor"))
+    monitor.observe("weight", x, QuantizedTensor(quantize_with_scale(x, scale, "e4m3", "tensor"), scale, "tensor"))
     monitor.end_step()
     assert monitor.last == pytest.approx({"saturated": 2 / 5, "underflow": 0})
 

@@ -74,6 +74,6 @@ def moment(
     return result
 
 
-def numbers_of(state: torch.Tensor | Moment) -> torch.Tensor:
+def dequantized(state: torch.Tensor | Moment) -> torch.Tensor:
     """FP32 numbers that a state stands for, on the CPU."""
     return state.decode("cpu") if isinstance(state, Moment) else state.float().cpu()

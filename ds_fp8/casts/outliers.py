@@ -54,11 +54,11 @@ def residual_scale(scale: torch.Tensor) -> torch.Tensor:
     return scale.amax(1)
 
 
-def residual_codes(
+def residual_data(
     values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, row_scale: torch.Tensor, format: str
 ) -> torch.Tensor:
     """Return codes of what a cast of values [N, C] lost: cast((values - codes * scale) / row_scale [N, 1])."""
-    return _cast_in_units(values.float() - dequantize_unscaled(codes) * scale, row_scale, format)
+    return _quantize_in_units(values.float() - dequantize_unscaled(codes) * scale, row_scale, format)
 
 
 def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Te
     at = channels.long()
     scale = w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[: w.shape[0]]
     codes = w.data.view(torch.uint8)[:, at].view(w.data.dtype)
-    return residual_codes(weight.detach()[:, at], codes, scale, of_row, w.format)
+    return residual_data(weight.detach()[:, at], codes, scale, of_row, w.format)
 
 
 def residual_in(wide: QuantizedTensor, channels: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ def weight_block(residual: torch.Tensor, columns: torch.Tensor, row_scale: torch
     """
     # The columns of cast(w) once more, in units of the block's one scale: the largest of the row, so that none
     # saturates.
-    again = _cast_in_units(columns, row_scale, format)
+    again = _quantize_in_units(columns, row_scale, format)
     return _halves(residual.view(torch.uint8), again.view(torch.uint8))
 
 
@@ -161,5 +161,5 @@ def _halves(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return result.flatten(1)
 
 
-def _cast_in_units(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
+def _quantize_in_units(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
     return quantize_with_scale(x * scale.reciprocal(), torch.ones((), device=x.device), format, "tensor")

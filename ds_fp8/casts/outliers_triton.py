@@ -37,7 +37,7 @@ def copy_tile(data, wide, m, tile, M, K, pitch, width):
 
 
 @triton.jit
-def gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE: tl.constexpr):
+def dequantize_channels(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE: tl.constexpr):
     """Return the numbers that codes [M, K] and their scales stand for at rows m and columns `channel`, FP32.
 
     `pitch` is the number of codes from one row to the next.
@@ -87,7 +87,7 @@ def _extend_input(
         if FACTORS & 2:
             value *= tl.load(column_factor + channel).to(tl.float32)[None, :]
         # Read back from the cast itself: what its codes stand for, not what rounding would give here.
-        rounded = gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
+        rounded = dequantize_channels(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
         store_outlier_block(value, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
 

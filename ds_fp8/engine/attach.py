@@ -20,7 +20,7 @@ from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
-from ds_fp8.zero.collectives import GATHER, WireMeter, reason_of_any
+from ds_fp8.zero.collectives import GATHER, WireMeter, first_reason
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 from ds_fp8.zero.deepspeed.hooks import CheckpointState, Hooks
 from ds_fp8.zero.deepspeed.methods import has_optimizer, on_destroy, replace
@@ -189,7 +189,7 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     if state.step is not None and untrained_parameters(engine):
         why = why or "some parameters have gradients but are not in the optimizer"
     # All ranks capture or none: a captured collective must not meet an eager one of another rank.
-    state.why_no_graphs = reason_of_any(why)
+    state.why_no_graphs = first_reason(why)
     if state.why_no_graphs is None:
         health = state.health
         state.graphs = GraphDriver(

@@ -21,11 +21,11 @@ from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.routing import mixtures
 from ds_fp8.layers.head.cross_entropy import IGNORED, pop_label_errors
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.outliers import look_again, sites_of
+from ds_fp8.layers.linear.outliers import outlier_channels_of, refresh_channels
 from ds_fp8.layers.selection import is_excluded
 from ds_fp8.monitor.cast_monitor import CastMonitor, Degradation, Measurement, Thresholds
 from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
-from ds_fp8.zero.collectives import reason_of_any
+from ds_fp8.zero.collectives import first_reason
 from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.parameters import data_parallel_group
 from ds_fp8.zero.group import FP8ParamGroup
@@ -44,7 +44,7 @@ class HealthReport:
 
 def check_labels(group: object = None) -> None:
     """Raise UserError on all ranks of a group where one has seen labels outside the vocabulary. Collective."""
-    reason = reason_of_any(pop_label_errors(), group)
+    reason = first_reason(pop_label_errors(), group)
     if reason is not None:
         raise UserError(
             f"{reason} (the loss is NaN)",
@@ -75,7 +75,7 @@ class Health:
         self._site_of = {id(weight): recipe.site for weight, recipe in recipes}
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self._site_of_gradient = {self._name_of[weight]: site for weight, site in self._site_of.items()}
-        sites = list(sites_of(engine.module))
+        sites = list(outlier_channels_of(engine.module))
         self._outliers = {name: outliers for name, _, outliers in sites}
         self._input_widths = {name: width for name, width, _ in sites}
         group = data_parallel_group(engine)
@@ -111,7 +111,7 @@ class Health:
             return
         routing = None if self.routing is None else self.routing.take()
         # After the measurement, of the old channels; the next forward uses the new ones.
-        if look_again(self._outliers.values(), self._add_over_ranks):
+        if refresh_channels(self._outliers.values(), self._add_over_ranks):
             self._write_residuals(but_fixed=True)
         degraded = self._thresholds.check(measurement)
         for degradation in degraded:

@@ -165,7 +165,7 @@ def unsharded_entries(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator
         with deepspeed.zero.GatheredParameters([parameters[name]]), torch.no_grad():
             # A copy: the unsharded memory is freed at the end of the context.
             weight = parameters[name].detach().to(entry.form.dtype, copy=True)
-        return owners[name.removesuffix(".weight")].recipe.cast_weight(weight) if entry.quantized else weight
+        return owners[name.removesuffix(".weight")].recipe.quantize_weight(weight) if entry.quantized else weight
 
     for entry in plan.entries:
         # All-gathered as the quantized weights of training; others from BF16, quantized as their FP8 layers do.

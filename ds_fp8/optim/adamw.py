@@ -32,7 +32,7 @@ from ds_fp8.casts.primitives import random_key
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.plans import MOMENTS, StatePrecision
 from ds_fp8.optim.masters import SplitMasters
-from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_kept_as, shared_layout
+from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_stored_as, shared_layout
 
 MASTER = "master"
 _NOT_OF_ADAM = "the checkpoint is not of an Adam optimizer"
@@ -310,7 +310,7 @@ class AdamW(torch.optim.Optimizer):
         if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:
-            if not is_kept_as(state.get(key), getattr(self.precision, key), p.device):
+            if not is_stored_as(state.get(key), getattr(self.precision, key), p.device):
                 state[key] = self._encoded(p, key, state.get(key))
         # The first master is the parameter itself; from then on the parameter is its copy.
         if p.dtype is not torch.float32 and state.get(MASTER) is None:

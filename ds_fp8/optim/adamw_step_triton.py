@@ -31,16 +31,16 @@ from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.config.plans import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.masters import SplitMasters
-from ds_fp8.optim.masters_triton import decode_split, encode_split
+from ds_fp8.optim.masters_triton import join_split, split_master
 from ds_fp8.optim.moments import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec, Moment, shared_layout
 from ds_fp8.optim.moments_triton import (
     EXPANDED,
     PLAIN,
     SCALED,
-    decode_tile,
+    dequantize_tile,
     divide,
-    encode_store,
     normal_magnitude_bits,
+    quantize_store,
 )
 
 ROWS, WARPS = 16, 4  # groups of 128 that a program takes, and its warps
@@ -120,8 +120,8 @@ def _adamw(
     v_codes = load(exp_avg_sq + offsets, valid, EVEN)
     if factor is not None:
         g = g * tl.load(factor)
-    m = decode_tile(m_codes, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
-    v = decode_tile(v_codes, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
+    m = dequantize_tile(m_codes, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
+    v = dequantize_tile(v_codes, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
     m, v = new_moments(g, m, v, beta1, beta2)
     if MEASURE:
         # Codecs take subnormal numbers for zero, in the amax too: it would be a scale that nothing is stored with.
@@ -135,14 +135,14 @@ def _adamw(
             # Corrections are in `master`, BF16 in `low`; of a byte of ties all elements are this program's.
             bit = (tl.arange(0, 128) % 8)[None, :]
             tie = (load(ties + offsets // 8, valid, EVEN).to(tl.int32) >> bit) & 1
-            w = decode_split(load(low + offsets, valid, EVEN), w, tie)
+            w = join_split(load(low + offsets, valid, EVEN), w, tie)
         w = new_master(w, m, v, decay, step_size, root_factor, eps, FAST)
         if ties is None:
             store(master + offsets, w, valid, EVEN)
             if LOW:
                 store(low + offsets, w.to(low.dtype.element_ty), valid, EVEN)
         else:
-            bf16, correction, tie = encode_split(w)
+            bf16, correction, tie = split_master(w)
             store(low + offsets, bf16, valid, EVEN)
             store(master + offsets, correction, valid, EVEN)
             eighths = rows[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -156,12 +156,12 @@ def _adamw(
             word = random_word(offsets, seed.to(tl.uint32) + (offsets >> 32).to(tl.uint32) * BEYOND)
             noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
             noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
-        encode_store(
+        quantize_store(
             m, exp_avg, new_exp_avg_scale, exp_avg_exponent, offsets, rows, inside, valid, noise1, exp_avg_bits,
             KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST_OF_SCALES, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
             True, NOISE1, TENSOR, EVEN, FAST,
         )
-        encode_store(
+        quantize_store(
             v, exp_avg_sq, new_exp_avg_sq_scale, exp_avg_sq_exponent, offsets, rows, inside, valid, noise2, exp_avg_sq_bits,
             KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST_OF_SCALES, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
             False, NOISE2, TENSOR, EVEN, FAST,

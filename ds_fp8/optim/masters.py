@@ -7,7 +7,7 @@ an ulp of a code is 65,536 steps, and a master has 20 significant bits. Subnorma
 numbers of one binade are: there 2^-6 is added to both sides.
 
 The code is the cast of the master: corrections stay one step inside of half an ulp. And the scale is that of the
-masters' own amax: the amax is rounded to what masters keep (`kept_amax`) before a scale is made of it. So the FP32
+masters' own amax: the amax is rounded to what masters keep (`stored_amax`) before a scale is made of it. So the FP32
 numbers that masters stand for encode to the same data, scales and corrections again: checkpoints hold FP32 masters
 like any other run's, and lose nothing.
 
@@ -42,7 +42,7 @@ def why_no_correction(spec: CastSpec) -> str | None:
     return f"weights are cast as {spec}, and not as E4M3 in blocks of 128x128"
 
 
-def kept_amax(amax: torch.Tensor, scale_type: str) -> torch.Tensor:
+def stored_amax(amax: torch.Tensor, scale_type: str) -> torch.Tensor:
     """Return the amax that masters will have as they are kept, from that of FP32 numbers."""
     if has_power_of_two_scales(scale_type):
         # 20 significant bits: the grid of masters on both sides of the numbers at which the scale changes.

@@ -25,7 +25,7 @@ def _shifted(word, BITS: tl.constexpr):
 
 
 @triton.jit
-def decode_master(code, correction, scale):
+def dequantize_master(code, correction, scale):
     """Return FP32 masters: decode of optim/masters.py."""
     magnitude, t = _magnitude_of(code), correction.to(tl.int32)
     more = tl.where(magnitude.to(tl.int32, bitcast=True) + t < _ITS_BITS, _SMALLEST_NORMAL, 0.0)
@@ -35,7 +35,7 @@ def decode_master(code, correction, scale):
 
 
 @triton.jit
-def encode_master(w, scale, reciprocal, POW2: tl.constexpr):
+def quantize_master(w, scale, reciprocal, POW2: tl.constexpr):
     """Return (data as bytes, corrections): encode of optim/masters.py."""
     code = to_fp8(w, reciprocal, tl.float8e4nv).to(tl.uint8, bitcast=True)
     cast = tl.abs(w * reciprocal)
@@ -54,8 +54,8 @@ def encode_master(w, scale, reciprocal, POW2: tl.constexpr):
 
 
 @triton.jit
-def kept_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
-    """Return (scale, 1 / scale) from the bits of an amax: scale_from_amax(kept_amax(...)) of optim/masters.py."""
+def stored_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
+    """Return (scale, 1 / scale) from the bits of an amax: scale_from_amax(stored_amax(...)) of optim/masters.py."""
     if POW2:
         kept = _shifted(bits, 4) << 4
     else:
@@ -66,14 +66,14 @@ def kept_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.con
 
 
 @triton.jit
-def decode_split(bf16, correction, tie):
+def join_split(bf16, correction, tie):
     """Return FP32 masters from bits of BF16, corrections and ties: SplitMasters.read of optim/masters.py."""
     word = (bf16.to(tl.int32) << 16) + correction.to(tl.int32) + (tie << 16)
     return word.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def encode_split(w):
+def split_master(w):
     """Return (bits of BF16, corrections, ties): SplitMasters.write of optim/masters.py."""
     word = w.to(tl.int32, bitcast=True)
     bf16 = tl.where(w == w, _shifted(word, 16), 0x7FC0)

@@ -391,7 +391,7 @@ def shared_layout(*states: torch.Tensor | Moment) -> Layout | None:
     return next(iter(layouts), None)
 
 
-def is_kept_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:
+def is_stored_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:
     """Return whether a state is in the form that a step works on: others put FP32 tensors in its place, or move it."""
     if isinstance(value, Moment):
         return value.codec.name == codec and value.codes.device == device

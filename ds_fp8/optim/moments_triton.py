@@ -46,7 +46,7 @@ def _with_sign_of(magnitude, x):
 
 
 @triton.jit
-def decode_tile(codes, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr,
+def dequantize_tile(codes, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr,
             LOG2_MAX: tl.constexpr, STEPS: tl.constexpr, SIGNED: tl.constexpr, TENSOR: tl.constexpr, FAST: tl.constexpr):
     """Return the FP32 tile of the numbers stored as `codes`, a loaded tile; FP8 codes come as bytes."""
     if DTYPE.primitive_bitwidth == 8:
@@ -125,7 +125,7 @@ def _with_noise(y, noise, bend, KIND: tl.constexpr, MAX: tl.constexpr, MANTISSA:
 
 
 @triton.jit
-def encode_store(
+def quantize_store(
     x, codes, scale, exponent, offsets, rows, inside, valid, noise, amax,
     KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr, LOG2_MAX: tl.constexpr, MASK: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
     SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, LOG2_RANGE: tl.constexpr,

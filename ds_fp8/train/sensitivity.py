@@ -103,7 +103,7 @@ class CastSwitch:
         self.linears = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
         for linear in self.linears.values():
             # Once, and not in every forward.
-            setattr(linear.weight, GATHERED, linear.recipe.cast_weight(linear.weight.detach()))
+            setattr(linear.weight, GATHERED, linear.recipe.quantize_weight(linear.weight.detach()))
         self._switch(())
 
     def _switch(self, cast: Collection[str]) -> None:

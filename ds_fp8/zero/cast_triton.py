@@ -44,7 +44,7 @@ from ds_fp8.casts.primitives_triton import (
     to_fp8,
 )
 from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.optim.masters_triton import decode_master
+from ds_fp8.optim.masters_triton import dequantize_master
 from ds_fp8.zero.param import FP8Param, Numbers, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "origin", "scale_start", "scales_per_row", "pitch")
@@ -307,7 +307,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
         x = tl.load(tl.load(fields).to(tl.pointer_type(tl.bfloat16)) + index, mask=inside, other=0.0).to(tl.float32)
     elif kind == 2:
         correction = tl.load(tl.load(fields).to(tl.pointer_type(tl.int16)) + index, mask=inside, other=0)
-        x = decode_master(code, correction, of_channel[None, :])
+        x = dequantize_master(code, correction, of_channel[None, :])
     else:
         x = tl.load(tl.load(fields).to(tl.pointer_type(tl.float32)) + index, mask=inside, other=0.0)
     group = tl.arange(0, GROUPS)

@@ -24,7 +24,7 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim.adamw import AdamStep, step_on
-from ds_fp8.optim.masters import SplitMasters, kept_amax
+from ds_fp8.optim.masters import SplitMasters, stored_amax
 from ds_fp8.optim.moments import Moment
 from ds_fp8.zero import streams
 from ds_fp8.zero.collectives import WireMeter
@@ -162,7 +162,7 @@ class CodedMasters(Masters):
             amax = torch.zeros(self.num_scales, device=self.device)
             for weight in stale:
                 ReferenceShardCast([weight], weight.spec).write_amax(amax, FP8Param.numbers)
-            agreed, scales = self._agree(amax, kept_amax), self._scales.clone()
+            agreed, scales = self._agree(amax, stored_amax), self._scales.clone()
             for weight in stale:
                 weight.scales_in(scales).copy_(weight.scales_in(agreed))
             for weight in stale:
@@ -209,7 +209,7 @@ class CodedMasters(Masters):
 
     def finish(self, skip: torch.Tensor) -> None:
         """Write what needs the amax of other ranks. Collective; the host waits for nothing."""
-        scales = self._agree(self._amax, kept_amax)
+        scales = self._agree(self._amax, stored_amax)
         while self._unfinished:
             self._unfinished.pop(0)(scales, skip)
         # At once, and not when the host knows whether the step counts: no scales of other data, should it end midway.

@@ -29,7 +29,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_fp8.casts import scale_from_amax
-from ds_fp8.casts.outliers import residual_codes, residual_scale, weight_block
+from ds_fp8.casts.outliers import residual_data, residual_scale, weight_block
 from ds_fp8.casts.primitives import dequantize_unscaled
 from ds_fp8.casts.quantization import whole_blocks
 from ds_fp8.config.formats import BLOCK, FORMATS, SCALE_TYPES, CastSpec
@@ -291,7 +291,7 @@ def write_residual(weight: FP8Param, residual: torch.Tensor, scales: torch.Tenso
     data = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
     data, scale_of_row = data.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
     of_row, of_element = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
-    found = residual_codes(values, data, of_element, of_row, weight.spec.format)
+    found = residual_data(values, data, of_element, of_row, weight.spec.format)
     if weight.has_room:
         residual.copy_(weight_block(found, dequantize_unscaled(data) * of_element, of_row, weight.spec.format))
         weight.block_scales_in(scales).copy_(scale_of_row[:, None])

@@ -34,9 +34,9 @@ from ds_fp8.optim.adamw_step_triton import (
     state_arguments,
     store,
 )
-from ds_fp8.optim.masters_triton import decode_master, encode_master, kept_scale
+from ds_fp8.optim.masters_triton import dequantize_master, quantize_master, stored_scale
 from ds_fp8.optim.moments import Moment
-from ds_fp8.optim.moments_triton import decode_tile, encode_store
+from ds_fp8.optim.moments_triton import dequantize_tile, quantize_store
 from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.param import FP8Param
 
@@ -49,7 +49,7 @@ PART, WARPS, PROGRAMS = 16, 8, 3
 
 @triton.jit
 def _put_masters(data, corrections, w, scale, reciprocal, valid, POW2: tl.constexpr, EVEN: tl.constexpr):
-    code, correction = encode_master(w, scale, reciprocal, POW2)
+    code, correction = quantize_master(w, scale, reciprocal, POW2)
     store(data, code, valid, EVEN, ONCE)
     store(corrections, correction, valid, EVEN, ONCE)
 
@@ -128,10 +128,10 @@ def _step(
             g = load(grad + flat + place, valid, EVEN, ONCE).to(tl.float32)
             if factor is not None:
                 g = g * tl.load(factor)
-            m = decode_tile(load(exp_avg + flat + place, valid, EVEN, ONCE), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
-            v = decode_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
+            m = dequantize_tile(load(exp_avg + flat + place, valid, EVEN, ONCE), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
+            v = dequantize_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
             m, v = new_moments(g, m, v, beta1, beta2)
-            w = decode_master(load(its_data + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
+            w = dequantize_master(load(its_data + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
             if overrides is not None:
                 address = tl.load(overrides + weight)
                 of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
@@ -150,12 +150,12 @@ def _step(
                 noise2 = w
                 if NOISE1 or NOISE2:
                     noise1, noise2 = _noise(flat + of_row, across_block, seed)
-                encode_store(
+                quantize_store(
                     m, exp_avg + flat, exp_avg_scale, exp_avg_exponent, place, groups, inside, valid, noise1, amax,
                     KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
                     True, NOISE1, False, EVEN, FAST,
                 )
-                encode_store(
+                quantize_store(
                     v, exp_avg_sq + flat, exp_avg_sq_scale, exp_avg_sq_exponent, place, groups, inside, valid, noise2, amax,
                     KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
                     False, NOISE2, False, EVEN, FAST,
@@ -165,7 +165,7 @@ def _step(
             largest = tl.minimum(tl.max(bits, 0), 0x7F800000)
             tl.store(amax + block, largest)
         if WHAT == UPDATE:
-            scale, reciprocal = kept_scale(largest, LARGEST, SMALLEST, POW2)
+            scale, reciprocal = stored_scale(largest, LARGEST, SMALLEST, POW2)
             _put_staged(staged, its_data, its_corrections, start, stop, columns, scale, reciprocal, POW2, PART, EVEN)
 
 

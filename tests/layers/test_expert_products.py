@@ -304,7 +304,7 @@ def test_the_kernels_fit_together(monkeypatch):
 
     def activation_backward(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast):
         return GatedGradients(
-            *gated.gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
+            *gated.gated_backward_quantized(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
         )
 
     given, products = inputs((5, 0, 130), 2, hidden=128), settings(wgrad={"input": "128x128"})
@@ -319,7 +319,7 @@ def test_the_kernels_fit_together(monkeypatch):
             a, b, groups, out_dtype
         ),
         "unpermute": lambda rows, layout: layout_triton.sum_rows(rows, layout.place),
-        "gated_activation_cast": activation_cast,
+        "gated_activation_forward": activation_cast,
         "gated_activation_backward": activation_backward,
     }
     for name, kernel in kernels.items():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds_fp8.casts import group_amax, quantize, scale_from_amax
 from ds_fp8.casts.primitives import dequantize_unscaled
-from ds_fp8.optim.masters import SplitMasters, decode, encode, kept_amax
+from ds_fp8.optim.masters import SplitMasters, decode, encode, stored_amax
 
 SCALES = ["pow2", "fp32"]
 BLOCKS = "128x128"
@@ -17,7 +17,7 @@ EDGE = 448 * 2.0**-10  # Between two powers of two for a scale
 
 
 def encoded(numbers: torch.Tensor, scale_type: str):
-    scale = scale_from_amax(kept_amax(group_amax(numbers, BLOCKS), scale_type), "e4m3", scale_type)
+    scale = scale_from_amax(stored_amax(group_amax(numbers, BLOCKS), scale_type), "e4m3", scale_type)
     return scale, *encode(numbers, scale, BLOCKS)
 
 

@@ -87,13 +87,13 @@ class _NormedHeads(torch.autograd.Function):
             dbiases = split_rows(dqkv.sum(0), ctx.biases)
         stacked, factor = dgrad_weight(weights, recipe)
         wants_wgrad = any(weight.requires_grad for weight in weights)
-        dqkv_rowwise, dqkv_columnwise = recipe.cast_grad_output(dqkv, True, wants_wgrad, factor)
+        dqkv_rowwise, dqkv_columnwise = recipe.quantize_grad_output(dqkv, True, wants_wgrad, factor)
         dn = recipe.multiply(dqkv_rowwise, stacked, dqkv.dtype)
         x_TH = x.reshape(-1, x.shape[-1])
         of_adapters = ctx.adapters.backward(dqkv, dn, low_rank, x_TH, rstd, norm)
         dweights = (None, None, None)
         if wants_wgrad:
-            n_columnwise = recipe.cast_input_columnwise(x_TH, rstd, norm)
+            n_columnwise = recipe.quantize_input_columnwise(x_TH, rstd, norm)
             dweights = split_rows(recipe.multiply(dqkv_columnwise, n_columnwise, weights[0].dtype), weights)
         dx, dnorm = rms_norm_backward(dn, x_TH, norm, rstd, dresidual.reshape(x_TH.shape))
         if norms is not None:

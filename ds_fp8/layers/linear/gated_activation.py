@@ -62,7 +62,7 @@ def tensors_of(saved: Saved | None) -> tuple[torch.Tensor, ...]:
 
 def saved_from(tensors: Sequence[torch.Tensor], down: LinearRecipe) -> Saved | None:
     if len(tensors) == 2:
-        return down.kept_gate_up(*tensors)
+        return down.saved_gate_up(*tensors)
     return tensors[0] if tensors else None
 
 
@@ -103,7 +103,7 @@ def gated_backward_reference(
     return dgate_up, product.detach()
 
 
-def gated_activation_cast(
+def gated_activation_forward(
     gate_up: torch.Tensor,
     activation: str,
     recipe: LinearRecipe,
@@ -135,9 +135,9 @@ def gated_activation_cast(
     else:
         uncast, cast, saved = gated_product_reference(gate_up, activation, row_factor), None, None
     if in_fp8 and saved is None:
-        saved = recipe.keep_gate_up(gate_up)
+        saved = recipe.quantize_gate_up(gate_up)
     if cast is None:
-        cast = recipe.cast_input(uncast)
+        cast = recipe.quantize_input(uncast)
     elif recipe.monitor.active:
         factor = (lambda rows: None) if row_factor is None else row_factor.__getitem__
         recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), cast)
@@ -181,14 +181,14 @@ def gated_activation_backward(
         uncast: Whether dgate_up, and the product, are wanted in high precision, too.
     """
     if dproduct.device.type == "cuda":
-        from ds_fp8.layers.linear.gated_activation_triton import gated_backward, gated_backward_cast
+        from ds_fp8.layers.linear.gated_activation_triton import gated_backward, gated_backward_quantized
 
         # The kernels that cast as they compute mask nothing.
         whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
-        by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
+        by_tile = recipe.quantizes_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
         if dgrad_factor is None and by_tile and whole_tiles:
             casts = GatedGradients(
-                *gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
+                *gated_backward_quantized(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
             )
             if recipe.monitor.active:
                 dgate_up, _ = gated_backward(dproduct, saved, activation)
@@ -203,7 +203,7 @@ def gated_activation_backward(
         # Before the factor is multiplied in: the gradient of a factor is dp times what it multiplies.
         drow_factor = (dproduct.float() * product).sum(1)
         dgate_up, product = (x * row_factor[:, None] for x in (dgate_up, product))
-    row, column = recipe.cast_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
-    columns = down.cast_input_columnwise(product) if wgrad else None
+    row, column = recipe.quantize_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
+    columns = down.quantize_input_columnwise(product) if wgrad else None
     high = (x.to(dproduct.dtype) if wanted else None for x, wanted in zip((dgate_up, product), uncast, strict=True))
     return GatedGradients(row, column, columns, drow_factor, *high)

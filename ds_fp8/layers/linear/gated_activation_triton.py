@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.outliers_triton import ROWS, copy_tile, gather_codes, store_outlier_block, wide_input
+from ds_fp8.casts.outliers_triton import ROWS, copy_tile, dequantize_channels, store_outlier_block, wide_input
 from ds_fp8.casts.primitives_triton import (
     COMPILED,
     GROUP,
@@ -300,7 +300,7 @@ def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
     return saved, None, saved.stride(0), 0
 
 
-def gated_backward_cast(
+def gated_backward_quantized(
     dproduct: torch.Tensor,
     saved: QuantizedTensor | torch.Tensor,
     activation: str,
@@ -394,7 +394,7 @@ def _extend_product(
         gate = tl.load(address, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(address + F, mask=inside, other=0.0).to(tl.float32)
         activated, _ = activate(gate, ACTIVATION)
-        rounded = gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
+        rounded = dequantize_channels(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
         store_outlier_block(activated * up, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
 

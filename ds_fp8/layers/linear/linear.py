@@ -58,10 +58,10 @@ class Products:
         wgrad = save != "nothing" and weight.requires_grad
         # Both casts read x once. wgrad's is made now, although it is used in backward: x itself can then be freed.
         if wgrad and save == "fp8":
-            cast, columnwise = recipe.cast_input_both(x)
+            cast, columnwise = recipe.quantize_input_both(x)
             saved = [columnwise.data, columnwise.scale]
         else:
-            cast, saved = recipe.cast_input(x), [x] if wgrad else []
+            cast, saved = recipe.quantize_input(x), [x] if wgrad else []
         cast = recipe.with_outliers(cast, x)
         return recipe.multiply(cast, fprop_weight([weight], recipe), x.dtype), saved
 
@@ -78,11 +78,11 @@ class Products:
         """Return (dx of `dtype`, dw), each as it is wanted."""
         # Before dy is cast: scales that belong to the contraction of dgrad are multiplied into dy.
         transposed, factor = dgrad_weight([weight], recipe) if wants[0] else (None, None)
-        cast, columnwise = recipe.cast_grad_output(dy, *wants, factor)
+        cast, columnwise = recipe.quantize_grad_output(dy, *wants, factor)
         dx = recipe.multiply(cast, transposed, dtype) if wants[0] else None
         if not wants[1]:
             return dx, None
-        x = recipe.kept_input(*saved) if save == "fp8" else recipe.cast_input_columnwise(*saved)
+        x = recipe.saved_input(*saved) if save == "fp8" else recipe.quantize_input_columnwise(*saved)
         return dx, recipe.multiply(columnwise, x, weight.dtype)
 
 

@@ -46,7 +46,7 @@ class OutlierChannels:
         with torch.inference_mode(False), torch.no_grad():
             energy = channel_energy(cast)
             if measured:
-                # A rank that has no other input in this step counts in `look_again` like those that have more.
+                # A rank that has no other input in this step counts in `refresh_channels` like those that have more.
                 self.energy = energy.clone() if self.energy is None else self.energy.add_(energy)
             if not found:
                 self.add_over_ranks(energy)
@@ -69,7 +69,7 @@ class OutlierChannels:
         return True
 
 
-def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
+def refresh_channels(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
     """Change the channels of which others now hold much more energy; return whether any were looked at. Collective.
 
     The host waits for nothing, and all ranks decide alike. `sites` come in the same order on all ranks.
@@ -89,7 +89,7 @@ def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch
     return True
 
 
-def sites_of(model: nn.Module) -> Iterator[tuple[str, int, OutlierChannels]]:
+def outlier_channels_of(model: nn.Module) -> Iterator[tuple[str, int, OutlierChannels]]:
     """Yield (name, width of the input, outlier channels) of every product of a converted model that has some, once."""
     seen = set()
     for module in model.modules():

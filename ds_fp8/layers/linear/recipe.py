@@ -48,8 +48,8 @@ class LinearRecipe:
     site: str = field(default="", compare=False)  # name of what multiplies with this recipe, for statistics
 
     @property
-    def casts_weight_twice(self) -> bool:
-        """Return whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
+    def quantizes_weight_twice(self) -> bool:
+        """Return whether dgrad reads another cast of a weight than fprop: quantize_weight_columnwise."""
         return is_of_groups(self.weight.granularity)
 
     def at(self, site: str) -> LinearRecipe:
@@ -67,7 +67,7 @@ class LinearRecipe:
         return not self.input.by_torch
 
     @property
-    def casts_by_tile(self) -> bool:
+    def quantizes_by_tile(self) -> bool:
         """Return whether all casts of backward find their scales inside a tile of 128 x 128 elements."""
         if self.input.by_torch or self.grad_output.by_torch:
             return False
@@ -90,17 +90,19 @@ class LinearRecipe:
             return 0
         return width_with_outliers(columns, min(self.outlier_channels, columns)) - columns
 
-    def cast_weight(self, weight: torch.Tensor) -> QuantizedTensor:
+    def quantize_weight(self, weight: torch.Tensor) -> QuantizedTensor:
         """Cast a weight [N, K] that is present in high precision."""
         quantized = quantize(weight, self.weight.format, self.weight.granularity, self.weight.scale)
         self.observe("weight", weight, quantized)
         return quantized
 
-    def cast_weight_columnwise(self, weight: torch.Tensor) -> QuantizedTensor:
+    def quantize_weight_columnwise(self, weight: torch.Tensor) -> QuantizedTensor:
         """Cast a weight [N, K] that is present in high precision as dgrad reads it: [K, N]."""
         return quantize_columnwise(weight, self.weight.format, self.weight.granularity, self.weight.scale)
 
-    def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
+    def quantize_input(
+        self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
+    ) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it."""
         spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
         room = self.room_for_outliers(x.shape[-1])
@@ -117,27 +119,27 @@ class LinearRecipe:
         channels = self.outliers.observe(cast, self.monitor.active)
         return extend_input(cast, source, channels, row_factor, column_factor)
 
-    def cast_whole_input(
+    def quantize_input_with_outliers(
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as fprop reads it, and add its outlier block if it has one."""
-        return self.with_outliers(self.cast_input(x, row_factor, column_factor), x, row_factor, column_factor)
+        return self.with_outliers(self.quantize_input(x, row_factor, column_factor), x, row_factor, column_factor)
 
-    def cast_input_columnwise(
+    def quantize_input_columnwise(
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
         """Cast x [T, K], times its factors, as wgrad reads it: [K, T]."""
         spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
         return quantize_columnwise(x, spec.format, self.wgrad_input, spec.scale, **factors)
 
-    def cast_input_both(self, x: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+    def quantize_input_both(self, x: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Cast x [T, K] as fprop reads it, and as wgrad does, in one pass."""
         spec, room = self.input, self.room_for_outliers(x.shape[-1])
         both = quantize_both(x, spec.format, spec.granularity, self.wgrad_input, spec.scale, room=room)
         self.observe("input", x, both[0])
         return both
 
-    def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+    def saved_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
         """Return x as wgrad reads it, from the codes and scales that were kept of it."""
         name = None if data.dtype is not torch.uint8 else self.input.format
         return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, name)
@@ -147,15 +149,15 @@ class LinearRecipe:
         fixed = not SCALE_TYPES[self.input.scale].needs_amax
         return ("tensor", self.input.scale) if fixed else ("1x128", "pow2")
 
-    def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
+    def quantize_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
         """Cast gate and up [T, 2F], as the backward of a gated MLP reads them; self is the recipe of down_proj."""
         return quantize(gate_up, "e4m3", *self._of_gate_up)
 
-    def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Return what keep_gate_up returned, from its codes and scales."""
+    def saved_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """Return what quantize_gate_up returned, from its codes and scales."""
         return QuantizedTensor(data, scale, *self._of_gate_up)
 
-    def cast_grad_output(
+    def quantize_grad_output(
         self, dy: torch.Tensor, dgrad: bool = True, wgrad: bool = True, column_factor: Factor = None
     ) -> Casts:
         """Cast dy [T, N] as dgrad reads it, times `column_factor` [N], and [N, T] as wgrad reads it.
@@ -165,17 +167,17 @@ class LinearRecipe:
         # Granularity 1x128 means groups along the contraction, hence along N for dgrad and along T for wgrad.
         row, column = (self.grad_output.granularity if wanted else None for wanted in (dgrad, wgrad))
         if row is None or column_factor is None:
-            both = self.cast_gradient(dy, row, column)
+            both = self.quantize_gradient(dy, row, column)
         else:
             # The factor stands for the weight's scales per row, which dgrad contracts over; wgrad does not see the
             # weight.
-            dgrad_operand, _ = self.cast_gradient(dy, row, None, column_factor)
-            both = dgrad_operand, self.cast_gradient(dy, None, column)[1] if wgrad else None
+            dgrad_operand, _ = self.quantize_gradient(dy, row, None, column_factor)
+            both = dgrad_operand, self.quantize_gradient(dy, None, column)[1] if wgrad else None
         if both[0] is not None:
             self.observe("grad_output", dy, both[0], None, column_factor)
         return both
 
-    def cast_gradient(
+    def quantize_gradient(
         self, dy: torch.Tensor, rowwise: str | None, columnwise: str | None, column_factor: Factor = None
     ) -> Casts:
         """Cast dy [T, N] in these granularities, None for a cast that is not wanted."""

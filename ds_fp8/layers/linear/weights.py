@@ -56,7 +56,7 @@ def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
 def weight_operand(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
     """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision."""
     gathered = getattr(weight, GATHERED, None)
-    return recipe.cast_weight(weight) if gathered is None else gathered
+    return recipe.quantize_weight(weight) if gathered is None else gathered
 
 
 def can_stack(rows: Sequence[int], granularity: str) -> bool:
@@ -149,8 +149,8 @@ def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Itera
 
 def dgrad_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """Return dgrad's operand [K, N] of the stacked rows of weights [N_i, K], and a factor [N] for dy or None."""
-    if recipe.casts_weight_twice:
-        return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights])), None
+    if recipe.quantizes_weight_twice:
+        return recipe.quantize_weight_columnwise(torch.cat([weight.detach() for weight in weights])), None
     return dgrad_operand(stacked_operand(weights, recipe), recipe.transposed)
 
 

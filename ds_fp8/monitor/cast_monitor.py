@@ -55,7 +55,7 @@ class CastMonitor:
     def attach(
         self,
         model: torch.nn.Module,
-        sites: Iterable[str],
+        names: Iterable[str],
         device: torch.device,
         reduce: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
@@ -65,9 +65,9 @@ class CastMonitor:
         """
         self._model, self._reduce = model, reduce
         self._columns = {}
-        for site in sites:
+        for name in names:
             for tensor_class in TENSOR_CLASSES:
-                self._columns.setdefault((site, tensor_class), len(self._columns))
+                self._columns.setdefault((name, tensor_class), len(self._columns))
         self._buffer = _empty(len(self._columns), device)
 
     def __getstate__(self) -> dict:
@@ -87,7 +87,7 @@ class CastMonitor:
         tensor_class: str,
         x: torch.Tensor | Rows,
         quantized: QuantizedTensor,
-        site: str = "",
+        name: str = "",
         elements: int | None = None,
     ) -> None:
         """Add the cast of a matrix x [M, K], or of what gives its rows, to the statistics of a class at a site.
@@ -96,7 +96,7 @@ class CastMonitor:
         """
         if not self.active:
             return
-        column = self._column(site, tensor_class, quantized.data.device)
+        column = self._column(name, tensor_class, quantized.data.device)
         if not quantized.data.numel():
             return
         sums, peaks = (part[:, column] for part in _parts(self._buffer))
@@ -110,9 +110,9 @@ class CastMonitor:
                 self._reduce(*_parts(self._buffer))
             figures = self._buffer.t().tolist()
             measurement = {tensor_class: {} for tensor_class in TENSOR_CLASSES}
-            for (site, tensor_class), column in self._columns.items():
+            for (name, tensor_class), column in self._columns.items():
                 if figures[column][0]:
-                    measurement[tensor_class][site] = _figures(*figures[column])
+                    measurement[tensor_class][name] = _figures(*figures[column])
             count, saturated, flushed = (math.fsum(column[i] for column in figures) for i in range(3))
             self.last = {"saturated": saturated / max(count, 1), "underflow": flushed / max(count, 1)}
             self._buffer = _empty(len(self._columns), self._buffer.device)
@@ -125,8 +125,8 @@ class CastMonitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, self.last = state.get("steps", 0), state.get("last")
 
-    def _column(self, site: str, tensor_class: str, device: torch.device) -> int:
-        key = (site, tensor_class)
+    def _column(self, name: str, tensor_class: str, device: torch.device) -> int:
+        key = (name, tensor_class)
         if key not in self._columns:
             self._columns[key] = len(self._columns)
             with torch.inference_mode(False):  # training writes it in place
@@ -139,12 +139,12 @@ class CastMonitor:
 class Degradation:
     """A tensor class of a layer that has been past a threshold for several measurements in a row."""
 
-    site: str
+    name: str
     tensor_class: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.site}, {LABELS[self.tensor_class]}: {self.reason}"
+        return f"{self.name}, {LABELS[self.tensor_class]}: {self.reason}"
 
 
 class Thresholds:
@@ -158,13 +158,13 @@ class Thresholds:
     def check(self, measurement: Measurement) -> list[Degradation]:
         """Return the layers that this measurement shows to be newly degraded."""
         found = []
-        for tensor_class, sites in measurement.items():
-            for site, figures in sites.items():
-                key, reason = (site, tensor_class), self._reason(figures)
+        for tensor_class, by_name in measurement.items():
+            for name, figures in by_name.items():
+                key, reason = (name, tensor_class), self._reason(figures)
                 self._in_a_row[key] = self._in_a_row[key] + 1 if reason else 0
                 if self._in_a_row[key] >= PATIENCE and key not in self._named:
                     self._named.add(key)
-                    found.append(Degradation(site, tensor_class, f"{reason}, {PATIENCE} measurements in a row"))
+                    found.append(Degradation(name, tensor_class, f"{reason}, {PATIENCE} measurements in a row"))
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,8 +174,8 @@ class Thresholds:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._in_a_row = defaultdict(int, {(site, kind): count for site, kind, count in state.get("in_a_row", ())})
-        self._named = {(site, kind) for site, kind in state.get("named", ())}
+        self._in_a_row = defaultdict(int, {(name, kind): count for name, kind, count in state.get("in_a_row", ())})
+        self._named = {(name, kind) for name, kind in state.get("named", ())}
 
     def _reason(self, figures: CastFigures) -> str | None:
         if figures.snr_db is not None and figures.snr_db < self._min_snr_db:

@@ -24,21 +24,21 @@ def health_record(step: int, measurement: Measurement) -> Record:
 
     null stands for what is not known; classes that were not cast at all are left out.
     """
-    names = list(dict.fromkeys(site for sites in measurement.values() for site in sites))
+    names = list(dict.fromkeys(name for by_name in measurement.values() for name in by_name))
     health: Record = {"sites": names}
-    for tensor_class, sites in measurement.items():
-        if sites:
+    for tensor_class, by_name in measurement.items():
+        if by_name:
             health[tensor_class] = {
-                figure: [_rounded(getattr(sites.get(name), figure, None)) for name in names] for figure in FIGURES
+                figure: [_rounded(getattr(by_name.get(name), figure, None)) for name in names] for figure in FIGURES
             }
     return {"step": step, "health": health}
 
 
 def health_curves(measurement: Measurement) -> dict[str, float]:
     return {
-        f"FP8/{tensor_class}/{figure}/{site}": value
-        for tensor_class, sites in measurement.items()
-        for site, figures in sites.items()
+        f"FP8/{tensor_class}/{figure}/{name}": value
+        for tensor_class, by_name in measurement.items()
+        for name, figures in by_name.items()
         for figure in CURVES
         if (value := getattr(figures, figure)) is not None
     }

@@ -366,7 +366,7 @@ def test_a_shared_expert_is_fused_inside_a_layer_whose_attention_half_is():
     assert fusion.attention_halves == ["model.layers.0", "model.layers.1"]
     assert fusion.mlps == ["model.layers.0.mlp.shared_expert", "model.layers.1.mlp.shared_expert"]
     linear = model.model.layers[0].mlp.shared_expert.gate_proj
-    assert layer_of(model, linear.recipe.site) == "model.layers.0.mlp.shared_expert"
+    assert layer_of(model, linear.recipe.name) == "model.layers.0.mlp.shared_expert"
     assert layer_of(model, "model.layers.0.self_attn.qkv_proj") == "model.layers.0"
     assert layer_of(model, "model.layers.0.mlp.experts") == "model.layers.0.mlp.experts"
     restore(model.model.layers[0])

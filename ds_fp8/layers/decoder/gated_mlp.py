@@ -31,7 +31,7 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import SCALE_TYPES
 from ds_fp8.gemm import why_not_in_fp32
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_quantize
-from ds_fp8.layers.linear.adapters import Adapters, Kept
+from ds_fp8.layers.linear.adapters import Adapters, SavedAdapters
 from ds_fp8.layers.linear.gated_activation import (
     Saved,
     gated_activation_backward,
@@ -74,12 +74,12 @@ class SavedMLP(NamedTuple):
     """Tensors that a gated MLP saves for backward, apart from its input."""
 
     gate_up: Saved | None = None  # [T, 2F]; None: recomputed
-    gate_up_adapters: Kept = ()
-    down_adapters: Kept = ()
+    gate_up_adapters: SavedAdapters = ()
+    down_adapters: SavedAdapters = ()
 
     @classmethod
     def of_tensors(cls, tensors: list, adapters: MLPAdapters, down: LinearRecipe) -> SavedMLP:
-        first, second = adapters.gate_up.kept, adapters.gate_up.kept + adapters.down.kept
+        first, second = adapters.gate_up.saved_count, adapters.gate_up.saved_count + adapters.down.saved_count
         return cls(saved_from(tensors[second:], down), tensors[:first], tensors[first:second])
 
     @property

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 # u [T, R] and every adapter's mask or None, or nothing where there is no adapter
-Kept = tuple[torch.Tensor | None, ...]
+SavedAdapters = tuple[torch.Tensor | None, ...]
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -80,11 +80,13 @@ class Adapters(Sequence[Adapter]):
         return [parameter for adapter in self for parameter in adapter[:2]]
 
     @property
-    def kept(self) -> int:
+    def saved_count(self) -> int:
         """Return how many tensors `project` returns."""
         return 1 + len(self) if self else 0
 
-    def project(self, x: torch.Tensor, rstd: torch.Tensor | None = None, norm: torch.Tensor | None = None) -> Kept:
+    def project(
+        self, x: torch.Tensor, rstd: torch.Tensor | None = None, norm: torch.Tensor | None = None
+    ) -> SavedAdapters:
         """Return u of n = x [T, K], or x · rstd · norm, and the masks."""
         if not self:
             return ()
@@ -99,31 +101,33 @@ class Adapters(Sequence[Adapter]):
             u = x @ self._a(x.dtype, norm).t()
         return (u if rstd is None else u.mul_(rstd[:, None]), *masks)
 
-    def add(self, y: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def add(self, y: torch.Tensor, saved: SavedAdapters) -> torch.Tensor:
         """Add every s u Bᵀ to y [T, N] in place, and return y."""
-        for adapter, u in self._slices(kept):
+        for adapter, u in self._slices(saved):
             y[:, adapter.columns].addmm_(u, adapter.b.to(u.dtype).t(), alpha=adapter.scale)
         return y
 
-    def output_backward(self, dy: torch.Tensor, kept: Kept) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    def output_backward(
+        self, dy: torch.Tensor, saved: SavedAdapters
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """Return du [T, R], and dB of every adapter, from dy [T, N]."""
         if not self:
             return None, []
-        du, gradients = torch.empty_like(kept[0]), []
-        for (adapter, u), own in zip(self._slices(kept), du.split(self._ranks, 1), strict=True):
+        du, gradients = torch.empty_like(saved[0]), []
+        for (adapter, u), own in zip(self._slices(saved), du.split(self._ranks, 1), strict=True):
             dy_i, b, s = dy[:, adapter.columns], adapter.b, adapter.scale
             torch.addmm(own, dy_i, b.to(dy.dtype), beta=0, alpha=s, out=own)
             gradients.append(_scaled_product(dy_i.t(), u, s).to(b.dtype) if b.requires_grad else None)
         return du, gradients
 
-    def add_to_input(self, dn: torch.Tensor, du: torch.Tensor | None, kept: Kept) -> None:
+    def add_to_input(self, dn: torch.Tensor, du: torch.Tensor | None, saved: SavedAdapters) -> None:
         """Add du A to dn [T, K] in place."""
         if not self:
             return
         if not self._drops:
             dn.addmm_(du, self._a(dn.dtype))
             return
-        for adapter, own, mask in zip(self, du.split(self._ranks, 1), kept[1:], strict=True):
+        for adapter, own, mask in zip(self, du.split(self._ranks, 1), saved[1:], strict=True):
             a = adapter.a.to(dn.dtype)
             if mask is None:
                 dn.addmm_(own, a)
@@ -134,7 +138,7 @@ class Adapters(Sequence[Adapter]):
         self,
         du: torch.Tensor | None,
         x: torch.Tensor,
-        kept: Kept,
+        saved: SavedAdapters,
         rstd: torch.Tensor | None = None,
         norm: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
@@ -147,7 +151,7 @@ class Adapters(Sequence[Adapter]):
             drop = torch.ops.aten.native_dropout_backward  # the same function of the mask as dropout
             found = [
                 own.t() @ (x if mask is None else drop(x, mask, _factor(adapter.dropout)))
-                for adapter, own, mask in zip(self, du.split(self._ranks, 1), kept[1:], strict=True)
+                for adapter, own, mask in zip(self, du.split(self._ranks, 1), saved[1:], strict=True)
             ]
         else:
             found = (du.t() @ x).split(self._ranks)
@@ -158,15 +162,15 @@ class Adapters(Sequence[Adapter]):
         self,
         dy: torch.Tensor,
         dn: torch.Tensor,
-        kept: Kept,
+        saved: SavedAdapters,
         x: torch.Tensor | None,
         rstd: torch.Tensor | None = None,
         norm: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
         """Add the adapters' part to dn in place; return the gradients of `parameters`."""
-        du, db = self.output_backward(dy, kept)
-        self.add_to_input(dn, du, kept)
-        return self.in_order(self.a_backward(du, x, kept, rstd, norm), db)
+        du, db = self.output_backward(dy, saved)
+        self.add_to_input(dn, du, saved)
+        return self.in_order(self.a_backward(du, x, saved, rstd, norm), db)
 
     @staticmethod
     def in_order(da: Sequence[torch.Tensor | None], db: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -180,8 +184,8 @@ class Adapters(Sequence[Adapter]):
     def _drops(self) -> bool:
         return any(adapter.dropout for adapter in self)
 
-    def _slices(self, kept: Kept) -> Iterator[tuple[Adapter, torch.Tensor]]:
-        return zip(self, kept[0].split(self._ranks, 1), strict=True) if self else iter(())
+    def _slices(self, saved: SavedAdapters) -> Iterator[tuple[Adapter, torch.Tensor]]:
+        return zip(self, saved[0].split(self._ranks, 1), strict=True) if self else iter(())
 
     def _a(
         self, dtype: torch.dtype, norm: torch.Tensor | None = None, some: Sequence[Adapter] | None = None

@@ -110,7 +110,7 @@ class _FP8LinearFunction(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor):
         adapters, wants, of_adapters = ctx.adapters, ctx.needs_input_grad[:2], []
         dy_TN, saved = dy.reshape(-1, dy.shape[-1]), list(ctx.saved_tensors)
-        low_rank, saved = saved[: adapters.kept], saved[adapters.kept :]
+        low_rank, saved = saved[: adapters.saved_count], saved[adapters.saved_count :]
         x, saved = (saved[0], saved[1:]) if adapters else (None, saved)
         dx, dw = ctx.products.backward(dy_TN, ctx.weight, ctx.recipe, ctx.save, saved, wants, ctx.input_dtype)
         if adapters:

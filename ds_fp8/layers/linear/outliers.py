@@ -69,23 +69,24 @@ class OutlierChannels:
         return True
 
 
-def refresh_channels(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
+def refresh_channels(selections: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
     """Change the channels of which others now hold much more energy; return whether any were looked at. Collective.
 
-    The host waits for nothing, and all ranks decide alike. `sites` come in the same order on all ranks.
+    The host waits for nothing, and all ranks decide alike. `selections` come in the same order on all ranks.
     """
-    measured = [site for site in sites if site.energy is not None]
+    measured = [selection for selection in selections if selection.energy is not None]
     if not measured:
         return False
     # One collective for all products.
-    energies = torch.cat([site.energy for site in measured])
+    energies = torch.cat([selection.energy for selection in measured])
     add_over_ranks(energies)
-    for site, energy in zip(measured, energies.split([len(site.energy) for site in measured]), strict=True):
-        best = largest_channels(energy, site.count)
+    widths = [len(selection.energy) for selection in measured]
+    for selection, energy in zip(measured, energies.split(widths), strict=True):
+        best = largest_channels(energy, selection.count)
         # On the device, like the choice below: channels change without the host, and graphs read them where they are.
-        held = energy[site.channels.long()].sum() >= ENOUGH * energy[best.long()].sum()
-        site.channels.copy_(torch.where(held, site.channels, best))
-        site.energy = None
+        held = energy[selection.channels.long()].sum() >= ENOUGH * energy[best.long()].sum()
+        selection.channels.copy_(torch.where(held, selection.channels, best))
+        selection.energy = None
     return True
 
 
@@ -96,7 +97,7 @@ def outlier_channels_of(model: nn.Module) -> Iterator[tuple[str, int, OutlierCha
         outliers = getattr(getattr(module, "recipe", None), "outliers", None)
         if outliers is not None and id(outliers) not in seen:
             seen.add(id(outliers))
-            yield module.recipe.site, module.in_features, outliers
+            yield module.recipe.name, module.in_features, outliers
 
 
 def _alone(_: object) -> None:

@@ -45,17 +45,17 @@ class LinearRecipe:
     mlp_tile_tokens: int | None = None
     outlier_channels: int = 0  # channels of the input that fprop multiplies with the residuals of their casts
     outliers: OutlierChannels | None = field(default=None, compare=False)  # the outlier channels found at this site
-    site: str = field(default="", compare=False)  # name of what multiplies with this recipe, for statistics
+    name: str = field(default="", compare=False)  # name of what multiplies with this recipe, for statistics
 
     @property
     def quantizes_weight_twice(self) -> bool:
         """Return whether dgrad reads another cast of a weight than fprop: quantize_weight_columnwise."""
         return is_of_groups(self.weight.granularity)
 
-    def at(self, site: str) -> LinearRecipe:
+    def at(self, name: str) -> LinearRecipe:
         # One set of channels a site: recipes are shared by all layers, but every input has channels of its own.
         outliers = OutlierChannels(self.outlier_channels) if self.outlier_channels else None
-        return replace(self, site=site, outliers=outliers)
+        return replace(self, name=name, outliers=outliers)
 
     @property
     def emulated(self) -> list[CastSpec]:
@@ -198,7 +198,7 @@ class LinearRecipe:
         if row_factor is not None or column_factor is not None:
             # Statistics compare the codes with what was cast, and that is x times its factors.
             x = _factored(x, row_factor, column_factor)
-        self.monitor.observe(tensor_class, x, quantized, self.site)
+        self.monitor.observe(tensor_class, x, quantized, self.name)
 
 
 def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:

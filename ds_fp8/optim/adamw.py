@@ -32,7 +32,7 @@ from ds_fp8.casts.primitives import random_key
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.plans import MOMENTS, StatePrecision
 from ds_fp8.optim.masters import SplitMasters
-from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_stored_as, shared_layout
+from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, is_stored_as, quantize_moment, shared_layout
 
 MASTER = "master"
 _NOT_OF_ADAM = "the checkpoint is not of an Adam optimizer"
@@ -129,7 +129,7 @@ def _write(
     if isinstance(state, Moment):
         state.write(elements, groups, numbers, draw(noise, numbers))
     elif state.dtype is not torch.float32:  # otherwise it was changed in place
-        state[elements] = encode(numbers, CODECS["bf16"], noise=draw(noise, numbers)).codes
+        state[elements] = quantize_moment(numbers, CODECS["bf16"], noise=draw(noise, numbers)).data
 
 
 class AdamW(torch.optim.Optimizer):
@@ -311,20 +311,20 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:
             if not is_stored_as(state.get(key), getattr(self.precision, key), p.device):
-                state[key] = self._encoded(p, key, state.get(key))
+                state[key] = self._quantized(p, key, state.get(key))
         # The first master is the parameter itself; from then on the parameter is its copy.
         if p.dtype is not torch.float32 and state.get(MASTER) is None:
-            state[MASTER] = self._encoded(p, MASTER, p.detach().float())
+            state[MASTER] = self._quantized(p, MASTER, p.detach().float())
         return state
 
-    def _encoded(
+    def _quantized(
         self, p: torch.Tensor, key: str, numbers: torch.Tensor | Moment | None, exponent: torch.Tensor | None = None
     ) -> torch.Tensor | Moment:
         """Return the state `key` of p as it is kept, from its numbers in any form; zeros from None."""
         codec = CODECS["fp32" if key == MASTER else getattr(self.precision, key)]
         device = self._devices.get(p, p.device)
         if isinstance(numbers, Moment):
-            numbers, exponent = numbers.decode(), numbers.exponent
+            numbers, exponent = numbers.dequantize(), numbers.exponent
         if codec.max is None:
             if numbers is None:
                 return torch.zeros(p.shape, dtype=codec.dtype, device=device)
@@ -334,7 +334,7 @@ class AdamW(torch.optim.Optimizer):
         layout = Layout(p.numel(), granularity, scale, segments)
         moment = Moment(codec, layout, device, never_zero=key == "exp_avg_sq")
         if numbers is not None:
-            moment.encode(numbers, exponent)
+            moment.quantize(numbers, exponent)
         return moment
 
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int]) -> None:
@@ -344,14 +344,14 @@ class AdamW(torch.optim.Optimizer):
         for key, value in self.state.get(p, {}).items():
             # Groups of 128 do not depend on the segments; scales by tensor do, and are found again.
             if isinstance(value, Moment) and value.layout.granularity == "tensor":
-                self.state[p][key] = self._encoded(p, key, value)
+                self.state[p][key] = self._quantized(p, key, value)
 
     def expand_moments(self) -> None:
         """Turn compressed moments into FP32 tensors that may be written to; the next step compresses them again."""
         for p, state in self.state.items():
             for key in MOMENTS:
                 if isinstance(state.get(key), Moment):
-                    state[key] = state[key].decode().view(p.shape)
+                    state[key] = state[key].dequantize().view(p.shape)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch.optim.AdamW: FP32 moments under `exp_avg` and `exp_avg_sq`."""
@@ -391,7 +391,7 @@ class AdamW(torch.optim.Optimizer):
                 if index in state_dict["state"]:
                     saved = state_dict["state"][index]
                     step = saved.get("step", group.get("step", 0.0))  # DeepSpeed's FusedAdam counts in the group
-                    numbers = {key: self._encoded(p, key, *found) for key, found in _imported(saved, p).items()}
+                    numbers = {key: self._quantized(p, key, *found) for key, found in _imported(saved, p).items()}
                     self.state[p] = {"step": torch.tensor(float(step)), **numbers}
 
 
@@ -404,7 +404,7 @@ def _exported(state: dict[str, Any], shape: torch.Size, compact: bool) -> dict[s
         elif compact:
             result[key] = value.packed()
         else:
-            result[key] = value.decode("cpu").view(shape)
+            result[key] = value.dequantize("cpu").view(shape)
             if value.exponent is not None:
                 result[f"{key}_exponent"] = value.exponent.cpu()
     return result
@@ -420,7 +420,7 @@ def _imported(saved: dict[str, Any], p: torch.Tensor) -> dict[str, tuple[torch.T
         if isinstance(value, dict):
             # Decoded and encoded again by the caller, whose precision may be another; with the exponents the codes stay
             # the same.
-            value, exponent = Moment.unpacked(value).decode(), value.get("exponent")
+            value, exponent = Moment.unpacked(value).dequantize(), value.get("exponent")
         if value.numel() != p.numel():
             raise UserError(
                 f"the checkpoint has {value.numel()} elements of {key} for a parameter of {p.numel()}",

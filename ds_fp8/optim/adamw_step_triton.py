@@ -116,12 +116,12 @@ def _adamw(
     valid = offsets < numel
     inside = rows * 128 < numel
     g = load(grad + offsets, valid, EVEN).to(tl.float32)
-    m_codes = load(exp_avg + offsets, valid, EVEN)
-    v_codes = load(exp_avg_sq + offsets, valid, EVEN)
+    m_data = load(exp_avg + offsets, valid, EVEN)
+    v_data = load(exp_avg_sq + offsets, valid, EVEN)
     if factor is not None:
         g = g * tl.load(factor)
-    m = dequantize_tile(m_codes, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
-    v = dequantize_tile(v_codes, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
+    m = dequantize_tile(m_data, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
+    v = dequantize_tile(v_data, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
     m, v = new_moments(g, m, v, beta1, beta2)
     if MEASURE:
         # Codecs take subnormal numbers for zero, in the amax too: it would be a scale that nothing is stored with.
@@ -207,10 +207,10 @@ def adamw_step(
     for elements, groups in pieces:
         if isinstance(master, SplitMasters):
             piece = master.piece(elements)
-            kept, low_piece, ties = piece.correction, piece.bf16.view(torch.int16), piece.ties
+            stored, low_piece, ties = piece.correction, piece.bf16.view(torch.int16), piece.ties
         else:
-            kept, low_piece, ties = master[elements], None if low is None else low[elements], None
-        arguments = (kept, grad[elements], low_piece, ties, skip, factor)
+            stored, low_piece, ties = master[elements], None if low is None else low[elements], None
+        arguments = (stored, grad[elements], low_piece, ties, skip, factor)
         count = elements.stop - elements.start
         numbers = (
             count,
@@ -285,5 +285,5 @@ def state_arguments(state: torch.Tensor | Moment, elements: slice, groups: slice
     """Return (codes, scale, exponent) of the piece; FP8 codes as bytes."""
     if not isinstance(state, Moment):
         return state[elements], None, None
-    codes = state.codes.view(torch.uint8) if state.codes.dtype.itemsize == 1 else state.codes
-    return codes[elements], state.scale[groups], None if state.exponent is None else state.exponent[groups]
+    data = state.data.view(torch.uint8) if state.data.dtype.itemsize == 1 else state.data
+    return data[elements], state.scale[groups], None if state.exponent is None else state.exponent[groups]

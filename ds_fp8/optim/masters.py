@@ -60,7 +60,7 @@ def _shifted(word: torch.Tensor, bits: int) -> torch.Tensor:
     return (word + ((1 << (bits - 1)) - 1) + ((word >> bits) & 1)) >> bits
 
 
-def encode(numbers: torch.Tensor, scale: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_masters(numbers: torch.Tensor, scale: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (data, corrections int16) of a matrix of FP32 numbers; the data are NaN where a scale is."""
     data = quantize_with_scale(numbers, scale, FORMAT, granularity)
     # Divided, not multiplied by a rounded reciprocal: its error would be the same in every step, and add up.
@@ -71,7 +71,9 @@ def encode(numbers: torch.Tensor, scale: torch.Tensor, granularity: str) -> tupl
     return data, correction.to(torch.int16)
 
 
-def decode(data: torch.Tensor, correction: torch.Tensor, scale: torch.Tensor, granularity: str) -> torch.Tensor:
+def dequantize_masters(
+    data: torch.Tensor, correction: torch.Tensor, scale: torch.Tensor, granularity: str
+) -> torch.Tensor:
     """Return the FP32 masters [R, C] of a matrix of data."""
     code = dequantize_unscaled(data)
     magnitude, correction = code.abs(), correction.int()
@@ -116,11 +118,11 @@ class SplitMasters(NamedTuple):
         bf16.copy_(rounded)
         correction.copy_(difference)
 
-    def decode(self) -> torch.Tensor:
+    def read_all(self) -> torch.Tensor:
         """Return all numbers, in memory of the host."""
         return torch.cat([self.read(elements).cpu() for elements in self._pieces()])
 
-    def encode(self, numbers: torch.Tensor) -> None:
+    def write_all(self, numbers: torch.Tensor) -> None:
         """Write all numbers, which may lie anywhere."""
         for elements in self._pieces():
             self.write(elements, numbers[elements].to(self.bf16.device))

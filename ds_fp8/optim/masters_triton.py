@@ -57,12 +57,12 @@ def quantize_master(w, scale, reciprocal, POW2: tl.constexpr):
 def stored_scale(bits, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr):
     """Return (scale, 1 / scale) from the bits of an amax: scale_from_amax(stored_amax(...)) of optim/masters.py."""
     if POW2:
-        kept = _shifted(bits, 4) << 4
+        stored = _shifted(bits, 4) << 4
     else:
         amax = bits.to(tl.float32, bitcast=True)
         exact = over_largest(amax, LARGEST).to(tl.int32, bitcast=True)
-        kept = ((_shifted(exact, 3) << 3).to(tl.float32, bitcast=True) * LARGEST).to(tl.int32, bitcast=True)
-    return scale_of(tl.where(bits >= 0x7F800000, bits, kept), LARGEST, SMALLEST, POW2)
+        stored = ((_shifted(exact, 3) << 3).to(tl.float32, bitcast=True) * LARGEST).to(tl.int32, bitcast=True)
+    return scale_of(tl.where(bits >= 0x7F800000, bits, stored), LARGEST, SMALLEST, POW2)
 
 
 @triton.jit

@@ -9,8 +9,8 @@
 
 The scale of fp16, e4m3, e5m2 and emulated formats brings the group's largest magnitude to the format's largest number.
 Rounded up to a power of two (`pow2`) or to 13 significant bits (`fp32`) it makes every product code * scale exact in
-FP32 (but for log8, whose numbers are rounded themselves), and a group that is decoded and encoded again gives the same
-values: checkpoints hold decoded moments and lose nothing.
+FP32 (but for log8, whose numbers are rounded themselves), and a group that is dequantized and quantized again gives
+the same values: checkpoints hold dequantized moments and lose nothing.
 
 `e4m3_expanded` is the dynamic range expansion of COAT (arXiv 2410.19313). There code = cast((|x| / c) ** k / s) with
 c = sqrt(max * min), s = (max / c) ** k / 448 and k = log(448² / 2) / log(max / min) rounded down to sixteenths; c and s
@@ -90,10 +90,10 @@ LARGEST_EXPONENT = 255
 CHUNK = 1 << 22  # elements that are decoded at once where only a part is wanted: bounds the FP32 copies
 
 
-class Encoded(NamedTuple):
-    """Flat encoded numbers: codes [n], and per group scale FP32 [g] and exponent uint8 [g] where the codec has them."""
+class Quantized(NamedTuple):
+    """A flat quantized tensor: data [n], scale FP32 [g] and exponent uint8 [g] of its groups where the codec has them."""
 
-    codes: torch.Tensor
+    data: torch.Tensor
     scale: torch.Tensor | None
     exponent: torch.Tensor | None
 
@@ -112,7 +112,7 @@ def moment_bytes(precision: StatePrecision) -> float:
     return total
 
 
-def encode(
+def quantize_moment(
     x: torch.Tensor,
     codec: Codec,
     granularity: str = "1x128",
@@ -121,7 +121,7 @@ def encode(
     never_zero: bool = False,
     noise: torch.Tensor | None = None,
     exponent: torch.Tensor | None = None,
-) -> Encoded:
+) -> Quantized:
     """Encode flat numbers, rounding to nearest even.
 
     Args:
@@ -134,7 +134,7 @@ def encode(
         exponent: uint8 [groups]: use these instead of finding the group's own (decoded numbers came from them).
     """
     if codec.name == "fp32":
-        return Encoded(x.clone(), None, None)
+        return Quantized(x.clone(), None, None)
     groups = _as_groups(x, granularity)
     magnitude = groups.abs()
     magnitude = torch.where(magnitude < SMALLEST_SCALE, 0.0, magnitude)
@@ -165,27 +165,29 @@ def encode(
     if codec.emulated is not None:
         signed = torch.copysign(magnitude, groups)
         draw = None if noise is None else _as_groups(noise, granularity)
-        codes = codec.emulated.codec.encode(signed, draw)
-        return Encoded(codes.view(-1)[: x.numel()], scale, exponent)
+        data = codec.emulated.codec.encode(signed, draw)
+        return Quantized(data.view(-1)[: x.numel()], scale, exponent)
     if noise is not None:
         bend = (EXPONENT_STEPS / exponent.float())[:, None] if codec.expanded else None
         magnitude = _round_with_noise(magnitude, _as_groups(noise, granularity), codec, bend)
-    codes = torch.copysign(magnitude, groups).to(codec.dtype)
-    return Encoded(codes.view(-1)[: x.numel()], scale, exponent)
+    data = torch.copysign(magnitude, groups).to(codec.dtype)
+    return Quantized(data.view(-1)[: x.numel()], scale, exponent)
 
 
-def decode(encoded: Encoded, codec: Codec, granularity: str = "1x128") -> torch.Tensor:
-    """Return the flat FP32 numbers [n] that `encoded` stands for."""
+def dequantize_moment(quantized: Quantized, codec: Codec, granularity: str = "1x128") -> torch.Tensor:
+    """Return the flat FP32 numbers [n] that `quantized` stands for."""
     one_byte = codec.dtype.itemsize == 1
-    numbers = dequantize_unscaled(encoded.codes, format=codec.name) if one_byte else encoded.codes.float()
+    numbers = dequantize_unscaled(quantized.data, format=codec.name) if one_byte else quantized.data.float()
     if codec.max is None:
         return numbers
     groups = _as_groups(numbers, granularity)
     if codec.expanded:
-        magnitude = torch.exp2((groups.abs() / codec.max).log2() / (encoded.exponent.float() / EXPONENT_STEPS)[:, None])
-        groups = torch.copysign(magnitude * encoded.scale[:, None], groups)
+        magnitude = torch.exp2(
+            (groups.abs() / codec.max).log2() / (quantized.exponent.float() / EXPONENT_STEPS)[:, None]
+        )
+        groups = torch.copysign(magnitude * quantized.scale[:, None], groups)
     else:
-        groups = groups * encoded.scale[:, None]
+        groups = groups * quantized.scale[:, None]
     return groups.reshape(-1)[: numbers.numel()]
 
 
@@ -286,7 +288,7 @@ class Moment:
 
     def __init__(self, codec: Codec, layout: Layout, device: torch.device, *, never_zero: bool):
         self.codec, self.layout, self.never_zero = codec, layout, never_zero
-        self.codes = torch.zeros(layout.numel, dtype=torch.uint8 if codec.dtype.itemsize == 1 else codec.dtype,
+        self.data = torch.zeros(layout.numel, dtype=torch.uint8 if codec.dtype.itemsize == 1 else codec.dtype,
                                  device=device).view(codec.dtype)  # fmt: skip
         self.scale = torch.ones(layout.groups, device=device)
         # 1 and scale 1 with codes of zero: a new state decodes to zeros.
@@ -294,14 +296,17 @@ class Moment:
 
     def __getstate__(self) -> dict[str, Any]:
         # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.
-        return {**vars(self), "codes": _bytes(self.codes)}
+        state = dict(vars(self))
+        state["codes"] = _bytes(state.pop("data"))  # the name in checkpoints
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, codes=state["codes"].view(state["codec"].dtype))
+        data = state.pop("codes").view(state["codec"].dtype)
+        vars(self).update(state, data=data)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for tensor in (self.codes, self.scale, self.exponent) if tensor is not None)
+        return tuple(tensor for tensor in (self.data, self.scale, self.exponent) if tensor is not None)
 
     @property
     def nbytes(self) -> int:
@@ -310,7 +315,9 @@ class Moment:
     def read(self, elements: slice, groups: slice) -> torch.Tensor:
         """Return the numbers of one piece of the layout, FP32."""
         exponent = None if self.exponent is None else self.exponent[groups]
-        return decode(Encoded(self.codes[elements], self.scale[groups], exponent), self.codec, self.layout.granularity)
+        return dequantize_moment(
+            Quantized(self.data[elements], self.scale[groups], exponent), self.codec, self.layout.granularity
+        )
 
     def write(
         self,
@@ -321,24 +328,24 @@ class Moment:
         exponent: torch.Tensor | None = None,
     ) -> None:
         """Encode FP32 `numbers` into one piece of the layout, with separate scales."""
-        encoded = encode(
+        quantized = quantize_moment(
             numbers, self.codec, self.layout.granularity, self.layout.scale_type,
             never_zero=self.never_zero, noise=noise, exponent=exponent,
         )  # fmt: skip
-        _bytes(self.codes[elements]).copy_(_bytes(encoded.codes))
-        self.scale[groups] = encoded.scale
+        _bytes(self.data[elements]).copy_(_bytes(quantized.data))
+        self.scale[groups] = quantized.scale
         if self.exponent is not None:
-            self.exponent[groups] = encoded.exponent
+            self.exponent[groups] = quantized.exponent
 
-    def decode(self, device: torch.device | str | None = None) -> torch.Tensor:
+    def dequantize(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Return all numbers, FP32 [numel], on `device` (where the codes are when None)."""
-        result = torch.empty(self.layout.numel, device=self.codes.device if device is None else device)
+        result = torch.empty(self.layout.numel, device=self.data.device if device is None else device)
         for elements, groups in self.layout.pieces():
             # Piece by piece: with `device` "cpu" the GPU never holds all of the state in FP32.
             result[elements] = self.read(elements, groups).to(result.device)
         return result
 
-    def encode(
+    def quantize(
         self, numbers: torch.Tensor, exponent: torch.Tensor | None = None, noise: torch.Generator | None = None
     ) -> None:
         """Replace all numbers.
@@ -349,7 +356,7 @@ class Moment:
             noise: Round stochastically with numbers drawn from this generator; None: to the nearest.
         """
         flat = numbers.reshape(-1)
-        device = self.codes.device
+        device = self.data.device
         if exponent is not None and (self.exponent is None or exponent.numel() != self.exponent.numel()):
             exponent = None
         for elements, groups in self.layout.pieces():
@@ -360,15 +367,15 @@ class Moment:
     def packed(self) -> dict[str, Any]:
         """Return all of this state, codes and scales on the CPU: what a compact checkpoint holds."""
         about = {**asdict(self.layout), "codec": self.codec.name, "never_zero": self.never_zero}
-        codes, scale, exponent = (None if x is None else x.cpu() for x in (self.codes, self.scale, self.exponent))
-        return {**about, "codes": codes, "scale": scale, "exponent": exponent}
+        data, scale, exponent = (None if x is None else x.cpu() for x in (self.data, self.scale, self.exponent))
+        return {**about, "codes": data, "scale": scale, "exponent": exponent}
 
     @classmethod
     def unpacked(cls, packed: dict[str, Any]) -> Moment:
         """Return the Moment, on the CPU, that `packed` came from."""
         layout = Layout(*(packed[field.name] for field in fields(Layout)))
         moment = cls(CODECS[packed["codec"]], layout, torch.device("cpu"), never_zero=packed["never_zero"])
-        moment.codes, moment.scale, moment.exponent = packed["codes"], packed["scale"], packed["exponent"]
+        moment.data, moment.scale, moment.exponent = packed["codes"], packed["scale"], packed["exponent"]
         return moment
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
@@ -380,7 +387,7 @@ class Moment:
             for elements, groups in self.layout.pieces()
             if elements.start < start + length and start < elements.stop
         ]
-        return torch.cat(list(parts)) if parts else torch.empty(0, device=self.codes.device)
+        return torch.cat(list(parts)) if parts else torch.empty(0, device=self.data.device)
 
 
 def shared_layout(*states: torch.Tensor | Moment) -> Layout | None:
@@ -394,7 +401,7 @@ def shared_layout(*states: torch.Tensor | Moment) -> Layout | None:
 def is_stored_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:
     """Return whether a state is in the form that a step works on: others put FP32 tensors in its place, or move it."""
     if isinstance(value, Moment):
-        return value.codec.name == codec and value.codes.device == device
+        return value.codec.name == codec and value.data.device == device
     kept = CODECS[codec]
     return value is not None and kept.max is None and (value.dtype, value.device) == (kept.dtype, device)
 
@@ -404,5 +411,5 @@ def draw(noise: torch.Generator | None, like: torch.Tensor) -> torch.Tensor | No
     return None if noise is None else torch.rand(like.shape, generator=noise, device=like.device)
 
 
-def _bytes(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
+def _bytes(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8) if data.dtype.itemsize == 1 else data

@@ -46,13 +46,13 @@ def _with_sign_of(magnitude, x):
 
 
 @triton.jit
-def dequantize_tile(codes, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr,
+def dequantize_tile(data, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr,
             LOG2_MAX: tl.constexpr, STEPS: tl.constexpr, SIGNED: tl.constexpr, TENSOR: tl.constexpr, FAST: tl.constexpr):
     """Return the FP32 tile of the numbers stored as `codes`, a loaded tile; FP8 codes come as bytes."""
     if DTYPE.primitive_bitwidth == 8:
-        x = codes.to(DTYPE, bitcast=True).to(tl.float32)
+        x = data.to(DTYPE, bitcast=True).to(tl.float32)
     else:
-        x = codes.to(tl.float32)
+        x = data.to(tl.float32)
     if KIND != PLAIN:
         # rows * 0 and not 0: every row loads the one scale of the tensor, with the shape of scales by group.
         factor = tl.load(scale + (rows * 0 if TENSOR else rows), mask=inside, other=1.0)
@@ -126,7 +126,7 @@ def _with_noise(y, noise, bend, KIND: tl.constexpr, MAX: tl.constexpr, MANTISSA:
 
 @triton.jit
 def quantize_store(
-    x, codes, scale, exponent, offsets, rows, inside, valid, noise, amax,
+    x, data, scale, exponent, offsets, rows, inside, valid, noise, amax,
     KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr, LOG2_MAX: tl.constexpr, MASK: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
     SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, LOG2_RANGE: tl.constexpr,
     STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr, SIGNED: tl.constexpr, NOISE: tl.constexpr,
@@ -192,6 +192,6 @@ def quantize_store(
     if DTYPE.primitive_bitwidth == 8:
         result = result.to(tl.uint8, bitcast=True)
     if EVEN:
-        tl.store(codes + offsets, result)
+        tl.store(data + offsets, result)
     else:
-        tl.store(codes + offsets, result, mask=valid)
+        tl.store(data + offsets, result, mask=valid)

@@ -82,25 +82,25 @@ class SplitParameter:
         self._staged: torch.Tensor | None = None
 
     @property
-    def kept(self) -> SplitMasters:
+    def split(self) -> SplitMasters:
         return SplitMasters(bf16_shard(self.parameter), self._correction, self._ties)
 
     def master(self) -> torch.Tensor:
-        return self.kept.decode() if self.master_override is None else self.master_override
+        return self.split.read_all() if self.master_override is None else self.master_override
 
     def load(self, masters: torch.Tensor) -> None:
-        self.kept.encode(masters)
+        self.split.write_all(masters)
         self.master_override = self._staged = None
 
     def bf16_written(self, before: torch.Tensor) -> None:
         """Note that a user has written to the BF16 shard, which was `before`."""
         if self.master_override is None:
-            self.master_override = self.kept._replace(bf16=before).decode()
+            self.master_override = self.split._replace(bf16=before).read_all()
 
     def step(self, gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
         """Take AdamW's step; where masters are overridden on a staged copy, committed unless the step is skipped."""
         self._staged = None if self.master_override is None else self.master_override.to(gradient.device, copy=True)
-        masters = self.kept if self._staged is None else self._staged
+        masters = self.split if self._staged is None else self._staged
         step_on(gradient.device, (exp_avg, exp_avg_sq))(masters, gradient, exp_avg, exp_avg_sq, step, **options)
 
     def taken(self) -> None:

@@ -29,7 +29,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec, group_shape, is_of_blocks, scale_shape
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder
-from ds_fp8.optim.masters import decode, encode
+from ds_fp8.optim.masters import dequantize_masters, quantize_masters
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.masters import has_fp32_master
 from ds_fp8.zero.deepspeed.parameters import (
@@ -295,12 +295,12 @@ class FP8Param(ShardLayout):
         if self.master_override is not None:
             return self.master_override
         data = self.covered_data().view(FORMATS[self.spec.format].dtype)
-        master = decode(data, self.cover(self.correction), self.covered(self.scale), self.spec.granularity)
+        master = dequantize_masters(data, self.cover(self.correction), self.covered(self.scale), self.spec.granularity)
         return self.into(torch.zeros(self.shard.numel, device=data.device), master)
 
     def write_master(self, numbers: torch.Tensor, scales: torch.Tensor, skip: torch.Tensor | None = None) -> None:
         """Write data and corrections of flat FP32 numbers by their scales; nothing where `skip` is not zero."""
-        found = encode(self.cover(numbers), self.covered(self.scales_in(scales)), self.spec.granularity)
+        found = quantize_masters(self.cover(numbers), self.covered(self.scales_in(scales)), self.spec.granularity)
         for kept, new in zip((self.data, self.correction), (found[0].view(torch.uint8), found[1]), strict=True):
             if skip is not None:
                 new = torch.where(skip != 0, self.cover(kept), new)

@@ -91,7 +91,7 @@ CHUNK = 1 << 22  # elements that are decoded at once where only a part is wanted
 
 
 class Quantized(NamedTuple):
-    """A flat quantized tensor: data [n], scale FP32 [g] and exponent uint8 [g] of its groups where the codec has them."""
+    """A flat quantized tensor: data [n], scale FP32 [g] and exponent uint8 [g] a group where the codec has them."""
 
     data: torch.Tensor
     scale: torch.Tensor | None

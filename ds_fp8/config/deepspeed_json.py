@@ -22,7 +22,7 @@ from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.config.presets import with_preset
-from ds_fp8.config.schema import Section, nearest, parse_section, shown, wrong_value
+from ds_fp8.config.schema import Section, clipped_repr, nearest, parse_section, wrong_value
 
 TRAIN_BATCH, MICRO_BATCH, ACCUMULATION = (
     "train_batch_size",
@@ -120,7 +120,7 @@ class Configuration:
         named = [key for key in section_of(self.values, section) if key in words and key != "enabled"]
         key = ".".join(filter(None, [section, min(named, key=words.index, default="")]))
         if isinstance(error, (AttributeError, TypeError)) and section:  # Python's words alone say little
-            words = f'"{section}" cannot be {shown(self.values.get(section))} ({words})'
+            words = f'"{section}" cannot be {clipped_repr(self.values.get(section))} ({words})'
         problem, remedy = f"DeepSpeed refuses the configuration: {words}", "change or remove the key that it names"
         return [UserError(problem, key=key, file=self.file, remedy=remedy)]
 
@@ -290,7 +290,7 @@ def _explain(error: ValidationError, mistake: Any, section: str) -> UserError:
         # worse than none.
         known = {field.alias or name for name, field in model.model_fields.items()} if model and len(path) == 1 else ()
         return UserError(
-            f"DeepSpeed does not know the key {shown(dotted)}",
+            f"DeepSpeed does not know the key {clipped_repr(dotted)}",
             key=clipped(dotted),
             remedy=nearest(path[-1], known) or "remove it",
         )

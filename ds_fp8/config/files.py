@@ -15,7 +15,7 @@ import hjson
 
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.presets import AXES, as_section
-from ds_fp8.config.schema import shown
+from ds_fp8.config.schema import clipped_repr
 
 MAX_BYTES = 4 << 20
 MAX_DEPTH = 32  # levels of objects and lists in one another: Python copies and prints nested values recursively
@@ -87,7 +87,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     path = dotted.strip().split(".")
     if not equals or not all(path) or len(path) > MAX_DEPTH:
-        raise UserError(f"--set {shown(override)} is not KEY=VALUE", remedy="--set train.steps=50")
+        raise UserError(f"--set {clipped_repr(override)} is not KEY=VALUE", remedy="--set train.steps=50")
     try:
         value = _parse(text)
     except _NotJson:
@@ -108,7 +108,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         inner = inner.setdefault(name, {})
         if not isinstance(inner, dict):
             raise UserError(
-                f'--set {dotted}: "{".".join(path[: depth + 1])}" is {shown(inner)}, which has no keys',
+                f'--set {dotted}: "{".".join(path[: depth + 1])}" is {clipped_repr(inner)}, which has no keys',
                 key=dotted,
                 remedy="set the value itself, or give the section as JSON",
             )
@@ -153,7 +153,9 @@ def check_plain(value: Any, key: str = "") -> None:
             wrong = wrong or (isinstance(value, int) and abs(value) > MAX_INTEGER)
             remedy = "give a finite number of at most 64 bits"
         if wrong:
-            raise UserError(f"{shown(value)} is not a valid value", key=ascii(clipped(key)).strip("'"), remedy=remedy)
+            raise UserError(
+                f"{clipped_repr(value)} is not a valid value", key=ascii(clipped(key)).strip("'"), remedy=remedy
+            )
 
 
 def _parse(text: str) -> Any:

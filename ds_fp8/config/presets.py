@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from ds_fp8.config import registry
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.schema import nearest, shown
+from ds_fp8.config.schema import clipped_repr, nearest
 
 Axis = Literal["linear", "param_gather", "grad_reduce", "optimizer"]
 """A section that presets differ in; each may take its values from another preset."""
@@ -83,7 +83,7 @@ def preset_values(preset: Any) -> dict[str, Any]:
             _known(axis, AXES, "section of a preset", "fp8.preset")
             values[axis] = _named(name, f"fp8.preset.{axis}").get(axis, {})
         return values
-    raise UserError(f"preset {shown(preset)} is not a name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
+    raise UserError(f"preset {clipped_repr(preset)} is not a name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
 
 
 def as_section(value: Any) -> Any:
@@ -148,4 +148,4 @@ def _named(name: Any, key: str) -> dict[str, Any]:
 def _known(name: Any, choices: Mapping[str, Any] | tuple[str, ...], what: str, key: str) -> str:
     if isinstance(name, str) and name in choices:
         return name
-    raise UserError(f"unknown {what} {shown(name)}", key=key, remedy=nearest(str(name), choices, "Known names"))
+    raise UserError(f"unknown {what} {clipped_repr(name)}", key=key, remedy=nearest(str(name), choices, "Known names"))

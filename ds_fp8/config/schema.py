@@ -51,7 +51,7 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 120, 120, 40
 
 
-def shown(value: Any) -> str:
+def clipped_repr(value: Any) -> str:
     """Return `value` as an error message shows it: its repr, cut short at the places where it is long or deep."""
     return _REPR.repr(value)
 
@@ -80,7 +80,7 @@ def parse_section(
     """
     if not isinstance(values, Mapping):
         raise UserError(
-            f'"{key}" must be a JSON object, got {shown(values)}', key=key, file=file, remedy=f'"{key}": {{...}}'
+            f'"{key}" must be a JSON object, got {clipped_repr(values)}', key=key, file=file, remedy=f'"{key}": {{...}}'
         )
     try:
         return section.model_validate(dict(values))
@@ -114,7 +114,7 @@ def wrong_value(mistake: Any, key: str, file: str | os.PathLike | None = None) -
     # transformers fills in "auto" before DeepSpeed reads the file; nothing does so for sections of this package.
     filled_in = 'give a value: "auto" is for programs that fill it in'
     remedy = filled_in if given == "auto" else f'change the value of "{key}"'
-    return UserError(f"{key}: {message} (got {shown(given)})", key=key, file=file, remedy=remedy)
+    return UserError(f"{key}: {message} (got {clipped_repr(given)})", key=key, file=file, remedy=remedy)
 
 
 def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:

@@ -42,7 +42,7 @@ from ds_fp8.layers.attention.hadamard import Rotation, rotate, unrotate
 from ds_fp8.layers.decoder.structure import MLP_PARTS
 from ds_fp8.layers.linear.linear import LAYERS, FP8Linear, Products
 from ds_fp8.layers.linear.recipe import Factor, LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, dgrad_operand, dgrad_weight, fprop_weight
+from ds_fp8.layers.linear.weights import UNSHARDED, dgrad_operand, dgrad_weight, fprop_weight
 from ds_fp8.monitor.statistics import Rows
 from ds_fp8.research.config import RecastConfig, ResearchCasts, ResearchLinear
 from ds_fp8.research.formats import ResearchSpec, cast_matrix
@@ -93,7 +93,7 @@ class ResearchRecipe(LinearRecipe):
         Gathered bytes are multiplied and cast again; with power-of-two scales that loses no bits but of numbers that
         leave the format's range.
         """
-        gathered, spec = getattr(weight, GATHERED, None), self.weight
+        gathered, spec = getattr(weight, UNSHARDED, None), self.weight
         if gathered is None:
             return self.quantize_weight(weight, factors)
         # The monitor is not shown this cast: the gather showed it the one from the masters.

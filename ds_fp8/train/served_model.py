@@ -26,7 +26,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, placeholder
+from ds_fp8.layers.linear.weights import UNSHARDED, placeholder
 from ds_fp8.layers.selection import linear_layers
 from ds_fp8.train.stored_model import (
     COMPRESSED_TENSORS,
@@ -124,6 +124,6 @@ def _serve(layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, recipe: L
     layer.own_class = type(layer)
     layer.__class__ = FP8Linear
     layer.recipe = recipe
-    setattr(layer.weight, GATHERED, QuantizedTensor(codes, scale, recipe.weight.granularity, recipe.weight.scale))
+    setattr(layer.weight, UNSHARDED, QuantizedTensor(codes, scale, recipe.weight.granularity, recipe.weight.scale))
     # The decoded weight is freed, and a stray read of it is NaN.
     layer.weight.data = placeholder(layer.weight.shape, layer.weight.dtype, layer.weight.device)

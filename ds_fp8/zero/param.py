@@ -28,7 +28,7 @@ from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec, group_shape, is_of_blocks, scale_shape
 from ds_fp8.layers.linear.outliers import OutlierChannels
-from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder
+from ds_fp8.layers.linear.weights import UNSHARDED, group_of, placeholder
 from ds_fp8.optim.masters import dequantize_masters, quantize_masters
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.masters import has_fp32_master
@@ -182,7 +182,7 @@ class FP8Param(ShardLayout):
     @property
     def unsharded(self) -> QuantizedTensor | None:
         """Return the quantized weight that products read while it is unsharded in FP8."""
-        return getattr(self.parameter, GATHERED, None)
+        return getattr(self.parameter, UNSHARDED, None)
 
     def unshard(self) -> None:
         """Begin to gather the data; RuntimeError if DeepSpeed has it in another state than partitioned."""
@@ -192,7 +192,7 @@ class FP8Param(ShardLayout):
         """Make unsharded data available to modules, with the scales that they were quantized with."""
         data = data.view(-1, self.pitch)[:, : self.shard.shape[1]]
         # The parameter's data is a placeholder meanwhile, for code that looks at shape and dtype.
-        setattr(self.parameter, GATHERED, QuantizedTensor.of_bytes(data, scale, self.spec))
+        setattr(self.parameter, UNSHARDED, QuantizedTensor.of_bytes(data, scale, self.spec))
         self.parameter.data = self.placeholder
         end_gather(self.parameter)
 
@@ -217,7 +217,7 @@ class FP8Param(ShardLayout):
 
     def forget(self) -> None:
         """Drop a quantized weight that nobody has read, after a failed capture; others put its marks back."""
-        setattr(self.parameter, GATHERED, None)
+        setattr(self.parameter, UNSHARDED, None)
 
     @property
     def unsharded_in_place(self) -> bool:
@@ -234,7 +234,7 @@ class FP8Param(ShardLayout):
     def copy_unsharded(self) -> None:
         """Copy the unsharded weight, before requantize writes there: its scales belong to the data of now."""
         data = self.unsharded_flat.clone().view(-1, self.pitch)[:, : self.shard.shape[1]]
-        setattr(self.parameter, GATHERED, replace(self.unsharded, data=data.view(self.unsharded.data.dtype)))
+        setattr(self.parameter, UNSHARDED, replace(self.unsharded, data=data.view(self.unsharded.data.dtype)))
 
     def leave_fp8(self) -> None:
         """Let DeepSpeed all-gather this weight from now on; unsharded in FP8 it stays so until it is resharded."""

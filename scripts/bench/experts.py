@@ -46,7 +46,7 @@ from ds_fp8.layers.experts.products import ExpertProducts, ExpertWeights, expert
 from ds_fp8.layers.experts.selection import recipe_of_experts
 from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_forward
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 
 # Stages, warps, panels and limits of registers of the product's launch; 4 warps spill in all of them
 SWEEP = [
@@ -222,7 +222,7 @@ def layer(given: Operands, recipe: LinearRecipe) -> Callable[[], torch.Tensor]:
     weights = []
     for weight in (given.gate_up, given.down):
         parameter = torch.nn.Parameter(weight)
-        setattr(parameter, GATHERED, recipe.quantize_weight(weight.flatten(0, 1)))
+        setattr(parameter, UNSHARDED, recipe.quantize_weight(weight.flatten(0, 1)))
         weights.append(parameter)
     products = ExpertProducts("silu", recipe, recipe)
 

@@ -17,7 +17,7 @@ from ds_fp8.layers.experts.products import (
 )
 from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, placeholder
+from ds_fp8.layers.linear.weights import UNSHARDED, placeholder
 from tests.gemm.tolerance import CHAIN
 from tests.layers.expert_loop import Gradients, high_precision, with_casts
 from tests.numerics import error
@@ -261,7 +261,7 @@ def test_gathered_weights_are_read_in_fp8():
     weights = []
     for weight in (gate_up, down):
         spread = torch.nn.Parameter(placeholder(weight.shape, weight.dtype, weight.device))
-        setattr(spread, GATHERED, quantize(weight.flatten(0, 1), granularity="128x128"))
+        setattr(spread, UNSHARDED, quantize(weight.flatten(0, 1), granularity="128x128"))
         weights.append(spread)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, router_weights)]
     y = expert_products(leaves[0], index, leaves[1], ExpertWeights(*weights), products)

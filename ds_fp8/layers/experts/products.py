@@ -45,7 +45,7 @@ from ds_fp8.layers.linear.gated_activation import (
 )
 from ds_fp8.layers.linear.linear import LAYERS
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 
 
 class ExpertWeights(NamedTuple):
@@ -97,7 +97,7 @@ def unsupported(recipe: LinearRecipe) -> str | None:
 
 def quantized_experts(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
     """Return the weight [E, N, K] quantized as [E * N, K]: the unsharded FP8 weight, or quantized here."""
-    unsharded = getattr(weight, GATHERED, None)
+    unsharded = getattr(weight, UNSHARDED, None)
     return recipe.quantize_weight(weight.detach().flatten(0, 1)) if unsharded is None else unsharded
 
 

@@ -20,7 +20,7 @@ from ds_fp8.config.formats import BLOCK, SCALE_TYPES, group_shape, is_of_blocks
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
 # Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available
-GATHERED = "fp8_gathered"
+UNSHARDED = "fp8_gathered"
 
 # Attribute of a weight that ZeRO-3 shards and gathers without an outlier block: codes [N, C] of the residuals of its
 # outlier channels' columns
@@ -55,7 +55,7 @@ def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
 
 def weight_operand(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
     """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision."""
-    gathered = getattr(weight, GATHERED, None)
+    gathered = getattr(weight, UNSHARDED, None)
     return recipe.quantize_weight(weight) if gathered is None else gathered
 
 
@@ -128,7 +128,7 @@ def _with_outliers(
 
 def _residual(weight: nn.Parameter, channels: int) -> torch.Tensor | None:
     """Return the residual codes [N, C] of the codes that were gathered; None of a weight in high precision."""
-    gathered = getattr(weight, GATHERED, None)
+    gathered = getattr(weight, UNSHARDED, None)
     if gathered is None:
         # A weight that another module reads, too, is gathered in BF16, and cast here: its codes and what they lost are
         # others, though the shard's residuals still lie beside it.

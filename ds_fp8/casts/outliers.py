@@ -55,10 +55,10 @@ def residual_scale(scale: torch.Tensor) -> torch.Tensor:
 
 
 def residual_data(
-    values: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, row_scale: torch.Tensor, format: str
+    values: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, row_scale: torch.Tensor, format: str
 ) -> torch.Tensor:
     """Return codes of what a cast of values [N, C] lost: cast((values - codes * scale) / row_scale [N, 1])."""
-    return _quantize_in_units(values.float() - dequantize_unscaled(codes) * scale, row_scale, format)
+    return _quantize_in_units(values.float() - dequantize_unscaled(data) * scale, row_scale, format)
 
 
 def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Tensor) -> torch.Tensor:
@@ -66,8 +66,8 @@ def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Te
     of_row = residual_scale(w.scale).repeat_interleave(BLOCK)[: w.shape[0], None]
     at = channels.long()
     scale = w.scale[:, at // BLOCK].repeat_interleave(BLOCK, 0)[: w.shape[0]]
-    codes = w.data.view(torch.uint8)[:, at].view(w.data.dtype)
-    return residual_data(weight.detach()[:, at], codes, scale, of_row, w.format)
+    data = w.data.view(torch.uint8)[:, at].view(w.data.dtype)
+    return residual_data(weight.detach()[:, at], data, scale, of_row, w.format)
 
 
 def residual_in(wide: QuantizedTensor, channels: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def residual_in(wide: QuantizedTensor, channels: int) -> torch.Tensor:
 def weight_block(residual: torch.Tensor, columns: torch.Tensor, row_scale: torch.Tensor, format: str) -> torch.Tensor:
     """Return the codes of a weight's outlier block, uint8 [N, 128 B].
 
-    residual: codes [N, C]; columns: what the codes of the same columns stand for, FP32 [N, C]; row_scale: [N, 1].
+    residual: data [N, C]; columns: the same columns dequantized, FP32 [N, C]; row_scale: [N, 1].
     """
     # The columns of cast(w) once more, in units of the block's one scale: the largest of the row, so that none
     # saturates.
@@ -136,9 +136,9 @@ def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: t
     T, K = x.shape
     start, width = whole_blocks(K), width_with_outliers(K, len(channels))
     at = channels.long()
-    codes = dequantize_unscaled(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
+    rounded = dequantize_unscaled(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
     values = values.detach().float()
-    blocks = _halves(values, values - codes * x.scale[:, at // BLOCK])
+    blocks = _halves(values, values - rounded * x.scale[:, at // BLOCK])
     # The amax of the values alone: residuals are smaller by 2^-4 at least and would not change it.
     own = scale_from_amax(group_amax(_halves(values, values), "1x128"), x.format, x.scale_type)
     data = torch.zeros(T, width, dtype=torch.uint8, device=x.data.device)

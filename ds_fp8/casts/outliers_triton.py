@@ -32,8 +32,8 @@ def copy_tile(data, wide, m, tile, M, K, pitch, width):
     """Copy the codes of a tile from [M, K], rows `pitch` codes apart, into [M, width], with zeros beyond K."""
     k = tile * 128 + tl.arange(0, 128)
     inside = (m < M)[:, None] & (k < K)[None, :]
-    codes = tl.load(data + m[:, None].to(tl.int64) * pitch + k[None, :], mask=inside, other=0)
-    tl.store(wide + m[:, None].to(tl.int64) * width + k[None, :], codes, mask=(m < M)[:, None])
+    loaded = tl.load(data + m[:, None].to(tl.int64) * pitch + k[None, :], mask=inside, other=0)
+    tl.store(wide + m[:, None].to(tl.int64) * width + k[None, :], loaded, mask=(m < M)[:, None])
 
 
 @triton.jit
@@ -42,9 +42,9 @@ def dequantize_channels(data, scale, m, channel, inside, pitch, scale_m, scale_k
 
     `pitch` is the number of codes from one row to the next.
     """
-    codes = tl.load(data + m[:, None].to(tl.int64) * pitch + channel[None, :], mask=inside, other=0)
+    loaded = tl.load(data + m[:, None].to(tl.int64) * pitch + channel[None, :], mask=inside, other=0)
     factor = tl.load(scale + m[:, None] * scale_m + (channel // 128)[None, :] * scale_k, mask=inside, other=0.0)
-    return codes.to(DTYPE, bitcast=True).to(tl.float32) * factor
+    return loaded.to(DTYPE, bitcast=True).to(tl.float32) * factor
 
 
 @triton.jit
@@ -108,9 +108,9 @@ def _extend_weight(
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (n < N)[:, None] & (place < COUNT)[None, :]
         of_row = tl.load(row_scale + rows)
-        codes = tl.load(data + n[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
+        loaded = tl.load(data + n[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
         factor = tl.load(scale + rows * scale_n + channel // 128)
-        number = codes.to(DTYPE, bitcast=True).to(tl.float32) * factor[None, :]
+        number = loaded.to(DTYPE, bitcast=True).to(tl.float32) * factor[None, :]
         # The same numbers in units of the block's own scale: the residuals beside them share it.
         again = to_fp8(number, reciprocal_of(of_row), DTYPE).to(tl.uint8, bitcast=True)
         first = tl.load(residual + n[:, None].to(tl.int64) * COUNT + place[None, :], mask=inside, other=0)

@@ -187,7 +187,7 @@ def store_cast(
         bits = tl.load(amax) + tl.zeros_like(across)
     factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
     _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE)
-    codes = to_fp8(tile, tl.expand_dims(reciprocal, AXIS), DTYPE)
+    quantized = to_fp8(tile, tl.expand_dims(reciprocal, AXIS), DTYPE)
     if AXIS == 1:
         # int64 before the product with a row's length: an operand of 2^31 elements is a batch of 16k tokens and a large
         # head.
@@ -197,9 +197,9 @@ def store_cast(
         address = data + across[None, :].to(tl.int64) * pitch + along[:, None]
         inside = (across < num_across)[None, :] & (along < num_along)[:, None]
     if EVEN:
-        tl.store(address, codes)
+        tl.store(address, quantized)
     else:
-        tl.store(address, codes, mask=inside)
+        tl.store(address, quantized, mask=inside)
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def store_cast_columnwise(
         bits = tl.load(amax) + tl.zeros_like(k)
     factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
     _store_scale(factor, first_m + tl.zeros_like(k), k, K, scale, scale_along, scale_across, MODE)
-    word = _four_codes(x0, x1, x2, x3, reciprocal[None, :], DTYPE)
+    word = _pack_four(x0, x1, x2, x3, reciprocal[None, :], DTYPE)
     # The result has rows of M bytes, M / 4 words: why M must be a multiple of 4.
     address = (
         data.to(tl.pointer_type(tl.int32))
@@ -275,7 +275,7 @@ def store_cast_columnwise(
 
 
 @triton.jit
-def _four_codes(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
+def _pack_four(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
     """Return the codes of x0, x1, x2 and x3 as the bytes of an int32, x0's the lowest."""
     # In assembly: ptxas 12.8 takes a shifted half of a pair of codes for the whole register and merges it with the
     # stack pointer's bits, in FP32 casts along the tokens alone. A pair that goes into a word as it is has no shift.
@@ -287,15 +287,15 @@ def _four_codes(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
             dtype=tl.int32, is_pure=True, pack=1,
         )
     return (
-        _code(x0, reciprocal, DTYPE)
-        | _code(x1, reciprocal, DTYPE) << 8
-        | _code(x2, reciprocal, DTYPE) << 16
-        | _code(x3, reciprocal, DTYPE) << 24
+        _byte_of(x0, reciprocal, DTYPE)
+        | _byte_of(x1, reciprocal, DTYPE) << 8
+        | _byte_of(x2, reciprocal, DTYPE) << 16
+        | _byte_of(x3, reciprocal, DTYPE) << 24
     )
 
 
 @triton.jit
-def _code(x, reciprocal, DTYPE: tl.constexpr):
+def _byte_of(x, reciprocal, DTYPE: tl.constexpr):
     return to_fp8(x, reciprocal, DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
 
 

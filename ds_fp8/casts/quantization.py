@@ -70,11 +70,11 @@ class QuantizedTensor:
             )
 
     @classmethod
-    def of_bytes(cls, codes: torch.Tensor, scale: torch.Tensor, spec: CastSpec) -> QuantizedTensor:
-        """Return the tensor whose uint8 codes are these bytes."""
+    def of_bytes(cls, data: torch.Tensor, scale: torch.Tensor, spec: CastSpec) -> QuantizedTensor:
+        """Return the tensor of these uint8 data."""
         format = FORMATS[spec.format]
         name = None if format.codec is None else format.name
-        return cls(codes.view(format.dtype), scale, spec.granularity, spec.scale, name)
+        return cls(data.view(format.dtype), scale, spec.granularity, spec.scale, name)
 
     def __reduce__(self) -> tuple:
         # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.
@@ -242,8 +242,8 @@ def _transposed(data: torch.Tensor) -> torch.Tensor:
 def _reference(x: torch.Tensor, format: str, granularity: str, scale: str) -> QuantizedTensor:
     factors = scales_for(x, format, granularity, scale)
     name = None if FORMATS[format].codec is None else format
-    codes = quantize_with_scale(infinite_to_nan(x, scale), factors, format, granularity)
-    return QuantizedTensor(codes, factors, granularity, scale, name)
+    data = quantize_with_scale(infinite_to_nan(x, scale), factors, format, granularity)
+    return QuantizedTensor(data, factors, granularity, scale, name)
 
 
 def _check_words(format: str, scale: str) -> None:

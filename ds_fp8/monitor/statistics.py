@@ -90,11 +90,11 @@ def _count(rows: Rows, quantized: QuantizedTensor) -> torch.Tensor:
     if granularity != "tensor":
         scale = scale[spaced]
     sample = rows(spaced).float()
-    codes = dequantize_unscaled(quantized.data[spaced], format=quantized.format)
+    rounded = dequantize_unscaled(quantized.data[spaced], format=quantized.format)
     units = per_element(torch.div, sample.abs(), scale, granularity)
     saturated = (units > _limit(quantized)).sum()
-    flushed = ((units > 0) & (codes == 0)).sum()
-    noise = (sample - per_element(torch.mul, codes, scale, granularity)).double().square().sum()
+    flushed = ((units > 0) & (rounded == 0)).sum()
+    noise = (sample - per_element(torch.mul, rounded, scale, granularity)).double().square().sum()
     counted = torch.stack([saturated, flushed, sample.double().square().sum(), noise]).double()
     return counted * (numel / sample.numel())
 

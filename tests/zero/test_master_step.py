@@ -10,7 +10,7 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.masters import stored_amax
 from ds_fp8.zero.coded_masters import ReferenceStep
-from tests.optim.numbers import gradients, moment, numbers_of
+from tests.optim.numbers import dequantized, gradients, moment
 from tests.optim.test_kernels import assert_same_moment
 from tests.zero.shard_casts import DEVICE, buffer_of, weights_of
 
@@ -105,7 +105,7 @@ def test_nothing_is_written_where_the_step_is_skipped(world):
         found, _ = stepped(make, world, "pow2", "e4m3_expanded", skip=skip)
         for one, other in zip(found, untouched, strict=True):
             for left, right in zip((*one.moments, *one.masters()), (*other.moments, *other.masters()), strict=True):
-                assert torch.equal(numbers_of(left), numbers_of(right))
+                assert torch.equal(dequantized(left), dequantized(right))
 
 
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])

@@ -27,7 +27,7 @@ from ds_fp8.casts.primitives_triton import (
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
-ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # name of an activation -> the constant ACTIVATION of kernels
+ACTIVATION_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # name of an activation -> the constant ACTIVATION of kernels
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -140,7 +140,7 @@ def gated_forward(
         _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
             gate_up, row_factor, M, F, gate_up.stride(0), uncast, cast and cast.data, F + room, cast and cast.scale,
             saved and saved.data, saved and saved.scale,
-            ACTIVATION=ACTIVATION_CODES[activation], SAVE=saved is not None, ROWS=rows,
+            ACTIVATION=ACTIVATION_KINDS[activation], SAVE=saved is not None, ROWS=rows,
             EVEN=M % rows == 0 and is_even(F), num_warps=4, **format_arguments(spec.format, spec.scale),
         )
     if save and saved is None:
@@ -335,7 +335,7 @@ def gated_backward_quantized(
         return row, column, product, None if shares is None else shares.sum(0), *high
     data, scale, stride, scale_group = _saved_arguments(saved)
     source = (dproduct, data, scale, row_factor, M, F, stride, scale_group)
-    common = {"ACTIVATION": ACTIVATION_CODES[activation], "SAVED_FP8": scale is not None}
+    common = {"ACTIVATION": ACTIVATION_KINDS[activation], "SAVED_FP8": scale is not None}
     gradient = format_arguments(dy.format, dy.scale)
     of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
     del of_product["PRODUCT_SMALLEST"]
@@ -367,7 +367,7 @@ def gated_backward(
     if dproduct.numel():
         data, scale, stride, scale_group = _saved_arguments(saved)
         _backward_tiles[(tiles(F), triton.cdiv(M, 32))](
-            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=ACTIVATION_CODES[activation],
+            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=ACTIVATION_KINDS[activation],
             SAVED_FP8=scale is not None, EVEN=M % 32 == 0 and is_even(F), num_warps=4,
         )
     return dgate_up, product
@@ -409,6 +409,6 @@ def extend_product_tiles(
         _extend_product[wide.shape[1] // BLOCK - first_tile, triton.cdiv(M, ROWS.value)](
             cast.data.view(torch.uint8), cast.scale, gate_up, channels, wide.data.view(torch.uint8), wide.scale,
             first_tile, M, F, cast.data.stride(0), wide.shape[1], gate_up.stride(0), *cast.scale.stride(), COUNT=len(channels),
-            ACTIVATION=ACTIVATION_CODES[activation], num_warps=4, **format_arguments(cast.format, cast.scale_type),
+            ACTIVATION=ACTIVATION_KINDS[activation], num_warps=4, **format_arguments(cast.format, cast.scale_type),
         )
     return wide

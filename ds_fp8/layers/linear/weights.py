@@ -167,8 +167,8 @@ def dgrad_operand(
     # The scales of w's rows lie along dgrad's contraction, where a product takes no scale a row. They go into dy before
     # its cast, and w's codes are multiplied as they are, with a scale of 1.
     ones = torch.ones((), device=w.scale.device)
-    codes = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
-    return transposed(codes), w.scale.reshape(-1)
+    data = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
+    return transposed(data), w.scale.reshape(-1)
 
 
 def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:

@@ -146,7 +146,7 @@ def gated_forward(
     if save and saved is None:
         from ds_fp8.casts import quantize
 
-        # Ragged rows: gate and up share the group in the middle, which the kernel above would split.
+        # F is ragged: gate and up share the middle group, which the kernel would split.
         saved = quantize(gate_up, "e4m3", "1x128", "pow2")
     return uncast, cast, saved
 
@@ -156,7 +156,7 @@ def _gradients(
     dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group,
     ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
 ):
-    """Return (dgate, dup, product, and what each element adds to the gradient of its row's factor) of a tile, FP32."""
+    """Return (dgate, dup, product, summands of drow_factor) of a tile, FP32."""
     dp = _load(dproduct, m, k, M, F, 0, F, EVEN)
     g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
     u = _load(gate_up, m, k, M, stride, F, F, EVEN)
@@ -170,7 +170,7 @@ def _gradients(
             g *= tl.load(scale + (k // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
             u *= tl.load(scale + ((F + k) // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
     #     dgate = dproduct * up * act'(gate);   dup = dproduct * act(gate);   product = act(gate) * up
-    # The product is made again: wgrad of down_proj wants its cast along the tokens, and forward kept none of it.
+    # The product is recomputed: wgrad of down_proj reads it columnwise, and forward saved only gate and up.
     value, slope = activate(g, ACTIVATION)
     dg, du, p = dp * u * slope, dp * value, value * u
     share = dp * p
@@ -187,10 +187,10 @@ def _backward_rows(
     ROWS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Store the row-wise cast of dgate and dup, ROWS tokens x 128 features.
+    """Quantize and store dgate and dup rowwise, ROWS tokens x 128 features.
 
-    Where they are wanted, also the product's amax by tile, the gradient of the rows' factors that these features are
-    part of, [F/128, M], and dgate, dup and the product in high precision.
+    If requested, also the product's amax per tile, partial sums [F/128, M] of drow_factor, and dgate, dup and the
+    product in high precision.
     """
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -213,7 +213,7 @@ def _backward_rows(
         tl.store(dgate_up + at, dg.to(dgate_up.dtype.element_ty))
         tl.store(dgate_up + F + at, du.to(dgate_up.dtype.element_ty))
     if product_amax is not None:
-        # A tile of 128 tokens is several programs': they raise one number, whose order does not matter to a maximum.
+        # Several programs share a tile of 128 tokens: atomic maxima, independent of their order.
         tile = tl.program_id(1) * ROWS // 128 * tl.num_programs(0) + tl.program_id(0)
         tl.atomic_max(product_amax + tile, tl.max(amax_bits(p, 1), 0), sem="relaxed")
 
@@ -227,11 +227,11 @@ def _backward_columns(
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr, PRODUCT_LARGEST: tl.constexpr, PRODUCT_POW2: tl.constexpr, SMALLEST: tl.constexpr,
 ):
-    """Store the casts along 128 tokens of dgate, dup and the product, WIDTH features; PRODUCT: the last one's mode."""
-    # Groups lie along the tokens here: a program holds 128 tokens, whole groups, of only a few features.
+    """Quantize and store dgate, dup and the product columnwise, 128 tokens x WIDTH features; PRODUCT: its mode."""
+    # Groups lie along the tokens: a program holds 128 tokens, full groups, of a few features.
     k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     first_m = tl.program_id(1) * 128
-    m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
+    m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... in separate tensors, for store_cast_columnwise
     dg0, du0, p0, _ = _gradients(
         dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
     )
@@ -252,10 +252,10 @@ def _backward_columns(
         du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
         GROUP, DTYPE, LARGEST, SMALLEST, POW2,
     )
-    if PRODUCT == TILE:  # whose amax _backward_rows has found: to store_cast_columnwise it is that of a whole tensor
+    if PRODUCT == TILE:  # amax from _backward_rows, which store_cast_columnwise reads as of a tensor
         tiles = tl.num_programs(0) * WIDTH // 128
         at = tl.program_id(0) * WIDTH // 128
-        # The launch before has finished: kernels of one stream run one after the other.
+        # Complete: launches of one stream run in order.
         amax = product_amax + tl.program_id(1) * tiles + at
         block = product_scale + tl.program_id(1) * product_along + at * product_across
         factor, _ = scale_of(tl.load(amax), PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2)
@@ -294,7 +294,7 @@ def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
         scale = saved.scale
         if not scale.dim():  # one for all
             scale = scale.expand(saved.shape[0], tiles(saved.shape[1]))
-        # The kernel steps through the scales of a group by tokens: these must be neighbours in memory.
+        # The kernel reads the scales of a group token by token: adjacent in memory.
         scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
         return saved.data, scale, saved.data.stride(0), scale.stride(1)
     return saved, None, saved.stride(0), 0
@@ -310,15 +310,11 @@ def gated_backward_quantized(
     wgrad: bool = True,
     uncast: tuple[bool, bool] = (False, False),
 ) -> tuple[QuantizedTensor | torch.Tensor | None, ...]:
-    """Return the casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T], and the gradient of row_factor.
+    """Return the fields of GatedGradients; T and F are multiples of 128.
 
-    After them dgate_up and the product as `uncast` asks for them, or None.
-
-    T and F are multiples of 128.
-
-    One launch casts along the features and another along the tokens: one that did both would need more registers than
-    there are, and reading twice what backward reads costs less. The first also finds the amax of the product's tiles,
-    if it is to have a scale a tile: the second holds a few features at once, for narrow tiles are the fastest.
+    Two launches, rowwise and columnwise: one would spill registers, which costs more than reading the inputs twice. The
+    first also computes the amax per tile of the product, for scales of 128x128: the second holds a few features at a
+    time, because narrow tiles are the fastest.
     """
     M, F = dproduct.shape
     dproduct = dproduct.contiguous()
@@ -341,9 +337,9 @@ def gated_backward_quantized(
     del of_product["PRODUCT_SMALLEST"]
     product_amax = None
     if wgrad and down.wgrad_input == "128x128":
-        # Bits of FP32 maxima, compared as integers: of numbers >= 0 both order alike. Zeros are the smallest.
+        # Bits of FP32 maxima: numbers >= 0 order like their bits.
         product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
-    # Two warps: as much as a thread has to do once, such as a scale, it does for twice as many elements.
+    # Two warps: the cost per thread of a scale is shared by twice as many elements.
     rows = width = 16
     _backward_rows[(tiles(F), M // rows)](
         *source, *result_arguments(row), product_amax, shares, *high, ROWS=rows, num_warps=2, **common, **gradient
@@ -379,14 +375,14 @@ def _extend_product(
     COUNT: tl.constexpr, ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Do _extend_input of casts/outliers_triton.py for v = act(gate) · up, computed again from [M, 2F]."""
+    """_extend_input of casts/outliers_triton.py for v = act(gate) · up, recomputed from gate_up [M, 2F]."""
     tile = first_tile + tl.program_id(0)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if tile * 128 < F:
         copy_tile(data, wide, m, tile, M, F, pitch, width)
         tl.store(wide_scale + tile * M + m, tl.load(scale + m * scale_m + tile * scale_k, mask=m < M), mask=m < M)
     else:
-        # Only the channels wanted are computed again: a product in high precision was never in memory.
+        # Recomputed for the outlier channels alone: the product was never stored in high precision.
         place = (tile - (F + 127) // 128) * 64 + tl.arange(0, 64)
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (m < M)[:, None] & (place < COUNT)[None, :]
@@ -401,7 +397,7 @@ def _extend_product(
 def extend_product_tiles(
     cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
 ) -> QuantizedTensor:
-    """Return the cast [T, F] of act(gate) · up, gate_up [T, 2F], with the outlier block of `channels`."""
+    """Append the outlier block of `channels` to the quantized act(gate) · up [T, F] of gate_up [T, 2F]."""
     wide, first_tile = wide_input(cast, len(channels))
     M, F = cast.shape
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()

@@ -10,74 +10,92 @@ from pydantic import Field, field_validator, model_validator
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import Section, Seed
 
-MAX_TOKENS = 1 << 24  # Most tokens of a micro-batch on one GPU
+MAX_TOKENS = 1 << 24
+"""Most tokens of a micro-batch on one GPU."""
 
 
 class SourceConfig(Section):
     """One of several sources of a mixture."""
 
-    path: str = Field(min_length=1)  # Like `data.path`
-    # This source's share of the rows of training, relative to the weights of the others
+    path: str = Field(min_length=1)
+    """Like `data.path`."""
     weight: float = Field(1.0, gt=0)
-    text_key: str | None = None  # Like `data.text_key`, which it replaces for this source
-    messages_key: str | None = None  # Like `data.messages_key`, which it replaces for this source
+    """This source's share of the rows of training, relative to the weights of the others."""
+    text_key: str | None = None
+    """Like `data.text_key`, which it replaces for this source."""
+    messages_key: str | None = None
+    """Like `data.messages_key`, which it replaces for this source."""
 
 
 class DataConfig(Section):
     """The training data of a stage: sources, tokenizer, and the rows that examples are packed into."""
 
-    # A file or folder (.txt, .jsonl, .json, .parquet), or a Hugging Face data set: "owner/name", "owner/name:subset".
-    # Files may be compressed (.gz, .bz2, .xz, .zst); those of a folder are of one kind. A .txt file holds documents
-    # parted by blank lines.
     path: str | None = Field(default=None, min_length=1)
+    """A file or folder (.txt, .jsonl, .json, .parquet), or a Hugging Face data set: "owner/name", "owner/name:subset".
 
-    sources: tuple[SourceConfig, ...] | None = None  # Several paths with weights, in place of `path`
+    Files may be compressed (.gz, .bz2, .xz, .zst); those of a folder are of one kind. A .txt file holds documents
+    parted by blank lines."""
 
-    # documents: loss on every token of a text. chat: loss on the assistant's turns of a list of messages.
+    sources: tuple[SourceConfig, ...] | None = None
+    """Several paths with weights, in place of `path`."""
+
     format: Literal["documents", "chat"] = "documents"
+    """documents: loss on every token of a text. chat: loss on the assistant's turns of a list of messages."""
 
-    text_key: str = "text"  # Column with the text of a document
+    text_key: str = "text"
+    """Column with the text of a document."""
 
-    messages_key: str = "messages"  # Column with a conversation: a list of {"role": ..., "content": ...}
+    messages_key: str = "messages"
+    """Column with a conversation: a list of {"role": ..., "content": ...}."""
 
-    tokenizer: str | None = Field(default=None, min_length=1)  # A Hugging Face folder or name
+    tokenizer: str | None = Field(default=None, min_length=1)
+    """A Hugging Face folder or name."""
 
-    tokenizer_revision: str | None = None  # Branch, tag or commit; null: its main branch
+    tokenizer_revision: str | None = None
+    """Branch, tag or commit; null: its main branch."""
 
-    # "chatml", or a file with a Jinja template; null: the tokenizer's, or ChatML where it has none
     chat_template: str | None = None
+    """"chatml", or a file with a Jinja template; null: the tokenizer's, or ChatML where it has none."""
 
-    add_bos: bool = True  # Begin documents with the tokenizer's beginning-of-text token, if any
+    add_bos: bool = True
+    """Begin documents with the tokenizer's beginning-of-text token, if any."""
 
-    add_eos: bool = True  # End documents with its end-of-text token
+    add_eos: bool = True
+    """End documents with its end-of-text token."""
 
-    # Tokens of a row, into which several examples are packed; no example is longer
     sequence_length: int = Field(default=512, ge=8, le=MAX_TOKENS)
+    """Tokens of a row, into which several examples are packed; no example is longer."""
 
-    # Batch sizes count examples, packed into micro-batches of at most so many tokens a GPU; null: they count rows. Each
-    # GPU packs its examples of a step into as few micro-batches as they need. GPUs that share sequences pack into this
-    # many tokens times their number. Rows are of `sequence_length` tokens.
     tokens_per_gpu: int | None = Field(default=None, ge=8, le=MAX_TOKENS)
+    """Batch sizes count examples, packed into micro-batches of at most so many tokens a GPU; null: they count rows.
 
-    # Of examples longer than a row: "split" makes several, "cut" drops the end, "drop" the example. Null: split
-    # documents, drop chats.
+    Each GPU packs its examples of a step into as few micro-batches as they need. GPUs that share sequences pack into
+    this many tokens times their number. Rows are of `sequence_length` tokens."""
+
     overlong: Literal["split", "cut", "drop"] | None = None
+    """Of examples longer than a row: "split" makes several, "cut" drops the end, "drop" the example. Null: split
+    documents, drop chats."""
 
-    # Regular expression whose first group is the answer, as "#### (.*)"; then exact match is measured on held-out
-    # chats. It is searched in the assistant's last turn.
     answer_pattern: str | None = None
+    """Regular expression whose first group is the answer, as "#### (.*)"; then exact match is measured on held-out
+    chats.
 
-    # Part of the examples held back for the validation loss
+    It is searched in the assistant's last turn."""
+
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
+    """Part of the examples held back for the validation loss."""
 
-    test_fraction: float = Field(default=0.0, ge=0, lt=1)  # Part held back for the test loss, after the last step
+    test_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Part held back for the test loss, after the last step."""
 
-    seed: Seed = 1236  # Of the choice of held-out examples
+    seed: Seed = 1236
+    """Of the choice of held-out examples."""
 
-    # Processes that tokenise a large corpus; null: one per CPU core
     workers: int | None = Field(default=None, ge=1, le=1024)
+    """Processes that tokenise a large corpus; null: one per CPU core."""
 
-    cache_dir: str | None = None  # Of tokenised data, 4 bytes a token; null: DS_FP8_CACHE, or ~/.cache/ds_fp8
+    cache_dir: str | None = None
+    """Of tokenised data, 4 bytes a token; null: DS_FP8_CACHE, or ~/.cache/ds_fp8."""
 
     @field_validator("answer_pattern")
     @classmethod

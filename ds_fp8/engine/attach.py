@@ -67,7 +67,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
             state.step = hooks.own_step = Step(engine, engine.basic_optimizer)
         elif state.plans.group.coded_masters and has_optimizer(engine):
             raise UserError(
-                f"masters of codes and corrections need this package's step, but {state.why_no_step}",
+                f"masters of quantized weights and corrections need this package's step, but {state.why_no_step}",
                 key="fp8.optimizer.master",
                 remedy='"master": "fp32"',
             )
@@ -150,7 +150,7 @@ def _gathered(model: nn.Module) -> list[tuple[nn.Parameter, CastSpec, OutlierCha
 
 
 def parameters_with_corrections(model: nn.Module, trained: set[int]) -> dict[int, bool]:
-    """Return the ids of ZeRO-3's parameters whose masters can be codes, or BF16, with corrections; True: BF16.
+    """Return the ids of ZeRO-3's parameters whose masters can be FP8 or BF16 with corrections; True: BF16.
 
     A weight of a fused product only with the others: their scales lie side by side. Parameters that stay whole, which
     are small, keep FP32 masters; all do where no weight has codes for masters.

@@ -23,17 +23,20 @@ AnyScale = Literal[ScaleName, "e4m3", "mse", "fitted", "static"]
 class ResearchCast(Cast):
     """The cast of one tensor class."""
 
-    format: AnyFormat = "e4m3"  # Storage format of one element; all but e4m3 and e5m2 are emulated
-    # Elements that share a scale, as core's, or in groups and blocks of 32 and 16
+    format: AnyFormat = "e4m3"
+    """Storage format of one element; all but e4m3 and e5m2 are emulated."""
     granularity: AnyGranularity = "1x128"
-    # As core's, and: e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor, as in NVFP4.
-    # mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. fitted: in groups of
-    # 1x128, amax / one of the four largest codes, by the squared error; otherwise as fp32. static: 2^static_exponent
-    # for a whole tensor ("granularity": "tensor"), without an amax; larger numbers saturate. For models whose tensors
-    # stay near variance 1.
+    """Elements that share a scale, as core's, or in groups and blocks of 32 and 16."""
     scale: AnyScale = "pow2"
-    static_exponent: int = Field(0, ge=-100, le=100)  # Exponent of a static scale
-    rounding: Literal["nearest", "stochastic"] = "nearest"  # stochastic: unbiased, with torch's random numbers
+    """As core's, and: e4m3: scales of groups are E4M3 numbers in units of one FP32 scale of the tensor, as in NVFP4.
+    mse: the pow2 scale or half of it, by the smaller squared error of the group, as in Quartet. fitted: in groups of
+    1x128, amax / one of the four largest codes, by the squared error; otherwise as fp32. static:
+    2^static_exponent for a whole tensor ("granularity": "tensor"), without an amax; larger numbers saturate. For models
+    whose tensors stay near variance 1."""
+    static_exponent: int = Field(0, ge=-100, le=100)
+    """Exponent of a static scale."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """stochastic: unbiased, with torch's random numbers."""
 
     @property
     def spec(self) -> ResearchSpec:
@@ -48,15 +51,16 @@ class ResearchWeightCast(ResearchCast, WeightCast):
     precision, so that such weights are gathered in BF16.
     """
 
-    # Elements that share a scale: a square block, an output channel, all of the weight, or a group along the
-    # contraction of the product
     granularity: Literal["128x128", "row", "tensor", "32x32", "16x16", "1x32", "1x16"] = "128x128"
+    """Elements that share a scale: a square block, an output channel, all of the weight, or a group along the
+    contraction of the product."""
 
 
 class ResearchWgrad(WgradConfig):
     """Granularity of wgrad's input, cast along the tokens; the output gradient has that of `grad_output`."""
 
-    input: AnyGranularity | None = None  # Granularity of the input, cast along the tokens; null: as linear.input
+    input: AnyGranularity | None = None
+    """Granularity of the input, cast along the tokens; null: as linear.input."""
 
 
 class RotationConfig(Section):
@@ -66,18 +70,22 @@ class RotationConfig(Section):
     result is transformed back. HALO's level 1 (arXiv 2501.02625) is fprop alone; level 2 has dgrad along tokens too.
     """
 
-    # Input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must be whole
-    # blocks.
     fprop: Literal["in_features"] | None = None
-    # tokens: output gradient, transformed back in the result. out_features: output gradient and weight, if that is in
-    # 1x32 or 1x16. Such weights are cast for each product; a weight cast once serves both and cannot be.
+    """Input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must be whole
+    blocks."""
     dgrad: Literal["tokens", "out_features"] | None = None
-    # tokens: output gradient and input, as in NVFP4. in_features: the input, transformed back in the result.
+    """tokens: output gradient, transformed back in the result. out_features: output gradient and weight, if that is in
+    1x32 or 1x16.
+
+    Such weights are cast for each product; a weight cast once serves both and cannot be."""
     wgrad: Literal["tokens", "in_features"] | None = None
-    # Elements transformed together. Features must be multiples of it; tokens are padded.
+    """tokens: output gradient and input, as in NVFP4. in_features: the input, transformed back in the result."""
     block: Literal[16, 32, 64, 128] = 128
-    random: bool = False  # Random signs before, the same ones in all blocks, layers and steps
-    seed: Seed = 0  # Of the random signs
+    """Elements transformed together. Features must be multiples of it; tokens are padded."""
+    random: bool = False
+    """Random signs before, the same ones in all blocks, layers and steps."""
+    seed: Seed = 0
+    """Of the random signs."""
 
     @property
     def products(self) -> dict[str, str]:
@@ -97,14 +105,17 @@ class RotationConfig(Section):
 class RecastConfig(Section):
     """Sources of the second casts of input and weight, for wgrad and dgrad, which contract over other dimensions."""
 
-    # fprop: what fprop multiplied is cast again for dgrad and wgrad, as in Quartet; for weights in 1x32 or 1x16. The
-    # gradients are then of the function that forward computed (arXiv 2505.14669). high_precision: input and weight,
-    # cast as for fprop.
     of: Literal["high_precision", "fprop"] = "high_precision"
-    scale: Literal["fp32", "pow2", "e4m3"] = "pow2"  # Of operands that are cast again
-    rounding: Literal["nearest", "stochastic"] = "stochastic"  # Of operands that are cast again
-    # Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input
+    """fprop: what fprop multiplied is cast again for dgrad and wgrad, as in Quartet; for weights in 1x32 or 1x16.
+
+    The gradients are then of the function that forward computed (arXiv 2505.14669). high_precision: input and weight,
+    cast as for fprop."""
+    scale: Literal["fp32", "pow2", "e4m3"] = "pow2"
+    """Of operands that are cast again."""
+    rounding: Literal["nearest", "stochastic"] = "stochastic"
+    """Of operands that are cast again."""
     clipped: Literal["zero", "pass"] = "zero"
+    """Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input."""
 
     def __str__(self) -> str:
         return f"fprop's for the others, {self.scale} {self.rounding}, clipped elements: {self.clipped}"
@@ -135,13 +146,14 @@ class ResearchLinear(ResearchCasts, LinearConfig):
 
     casts_of_overrides: ClassVar[type[LinearCasts]] = ResearchCasts
     overrides: dict[str, ResearchCasts | Literal["bf16"]] = Field(default_factory=dict)
-    # As core's, and mxfp8: products of Blackwell through Transformer Engine, for block scales that are powers of two;
-    # never run on such a GPU. auto takes it last.
     backend: Literal["auto", "deep_gemm", "cublas", "mxfp8", "reference"] = "auto"
-    # Powers of two move outlier channels of act(gate) · up in gated MLPs into the weight of down_proj. The function is
-    # unchanged. Every channel is divided before the cast, and the input channels of down_proj are multiplied before
-    # theirs.
+    """As core's, and mxfp8: products of Blackwell through Transformer Engine, for block scales that are powers of two;
+    never run on such a GPU. auto takes it last."""
     smooth_swiglu: bool = False
+    """Powers of two move outlier channels of act(gate) · up in gated MLPs into the weight of down_proj. The function is
+    unchanged.
+
+    Every channel is divided before the cast, and the input channels of down_proj are multiplied before theirs."""
 
     def remarks(self, recipes: Iterable[Any]) -> dict[str, str]:
         found = {"rotation": str(self.rotation)} if self.rotation.products else {}
@@ -154,21 +166,24 @@ class ResearchLinear(ResearchCasts, LinearConfig):
 class ResearchGather(ParameterGatherConfig):
     """Format of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
-    format: Literal[AnyFormat, "bf16"] = "e4m3"  # The format of linear.weight, or bf16
+    format: Literal[AnyFormat, "bf16"] = "e4m3"
+    """The format of linear.weight, or bf16."""
 
 
 class ResearchReduce(GradientReduceConfig):
     """Format of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
-    # bf16: DeepSpeed's reduce-scatter. All others take a byte an element; all but e4m3 and e5m2 are emulated.
     format: Literal[AnyFormat, "bf16"] = "e4m3"
+    """bf16: DeepSpeed's reduce-scatter. All others take a byte an element; all but e4m3 and e5m2 are emulated."""
 
 
 class ResearchOptimizerState(OptimizerStateConfig):
     """Storage formats of optimizer state, emulated ones too."""
 
-    exp_avg: Literal[CodecName, EmulatedFormat] = "fp32"  # Format of the first moment
-    exp_avg_sq: Literal[CodecName, EmulatedFormat] = "fp32"  # Format of the second moment
+    exp_avg: Literal[CodecName, EmulatedFormat] = "fp32"
+    """Format of the first moment."""
+    exp_avg_sq: Literal[CodecName, EmulatedFormat] = "fp32"
+    """Format of the second moment."""
 
 
 class ResearchConfig(FP8Config):

@@ -24,34 +24,37 @@ from ds_fp8.engine import preflight
 from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.engine.sequence_parallel import KEY, check_ranks, sequence_parallel_size
 
-# Sections of DeepSpeed's that a stage has no use for
 _NOT_IN_A_STAGE = (
     *("fp16", "torch_autocast", "weight_quantization"),  # it trains in the precision of its "fp8" section
     *("data_efficiency", "hybrid_engine", "autotuning", "datastates_ckpt"),
     *("tensor_parallel", "expert_parallel", "pipeline"),  # it shards by ZeRO alone
 )
+"""Sections of DeepSpeed's that a stage has no use for."""
 _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 # ---------------------------------------------------------------- learning rate
 
-# Shapes of a decay from 1 at progress 0 to 0 at progress 1
 SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
     "1-sqrt": lambda progress: 1 - math.sqrt(progress),
 }
+"""Shapes of a decay from 1 at progress 0 to 0 at progress 1."""
 
 
 class Schedule(Section):
     """The learning-rate schedule of a run. Lengths are steps, or below 1 a fraction of all steps."""
 
-    # wsd: warmup, stable, decay at the end; cosine: decay right after warmup; constant: warmup only
     type: Literal["wsd", "cosine", "constant"] = "cosine"
-    warmup: float = Field(0.05, ge=0)  # Linear warmup: steps, or below 1 a fraction of all steps
-    decay: float = Field(0.2, ge=0)  # The last part of a wsd run, counted like `warmup`
-    # Of a wsd run: half a cosine wave, a line, or one minus the square root of the progress
+    """wsd: warmup, stable, decay at the end; cosine: decay right after warmup; constant: warmup only."""
+    warmup: float = Field(0.05, ge=0)
+    """Linear warmup: steps, or below 1 a fraction of all steps."""
+    decay: float = Field(0.2, ge=0)
+    """The last part of a wsd run, counted like `warmup`."""
     decay_shape: Literal["cosine", "linear", "1-sqrt"] = "cosine"
-    min_ratio: float = Field(0.1, ge=0, le=1)  # The last step's share of the peak learning rate
+    """Of a wsd run: half a cosine wave, a line, or one minus the square root of the progress."""
+    min_ratio: float = Field(0.1, ge=0, le=1)
+    """The last step's share of the peak learning rate."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -110,16 +113,20 @@ def learning_rate_factor(step: int, total: int, schedule: Schedule) -> float:
 class ModelConfig(Section):
     """The model: exactly one of `path` and `config`, or neither when `train.init_from` is given."""
 
-    path: str | None = None  # A Hugging Face folder or model name
-    revision: str | None = None  # Branch, tag or commit; null: its main branch
-    # A Hugging Face configuration to start untrained, with `model_type`. A missing `vocab_size` is the tokenizer's.
+    path: str | None = None
+    """A Hugging Face folder or model name."""
+    revision: str | None = None
+    """Branch, tag or commit; null: its main branch."""
     config: dict[str, Any] | None = None
-    # packed: attention within each document, of variable lengths. Others are transformers' own, which build a mask of
-    # row x row.
+    """A Hugging Face configuration to start untrained, with `model_type`. A missing `vocab_size` is the tokenizer's."""
     attn_implementation: Literal["packed", "sdpa", "eager", "flex_attention"] = "packed"
-    # Recompute each decoder layer in backward. offload: and keep the layers' inputs in host memory, for [long
-    # rows](long_context.md#memory). Pinned memory, 2 bytes x tokens x hidden size x layers; ends CUDA graphs.
+    """packed: attention within each document, of variable lengths. Others are transformers' own, which build a mask of
+    row x row."""
     activation_checkpointing: bool | Literal["offload"] = False
+    """Recompute each decoder layer in backward. offload: and keep the layers' inputs in host memory, for [long
+    rows](long_context.md#memory).
+
+    Pinned memory, 2 bytes x tokens x hidden size x layers; ends CUDA graphs."""
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
@@ -133,61 +140,86 @@ class ModelConfig(Section):
 class Lora(Section):
     """Adapters (PEFT's LoRA) that are trained in place of the model's weights."""
 
-    r: int = Field(16, gt=0)  # Rank of every adapter. Without the section `lora` all weights are trained.
-    alpha: float = Field(32.0, gt=0)  # An adapter's product is multiplied by alpha / r
-    # Linears that get adapters, such as ["q_proj"], and weights of experts, such as ["gate_up_proj"]; all-linear: all
-    # but the head. PEFT counts experts among them, at twice the rank for gate and up as one, and routers.
+    r: int = Field(16, gt=0)
+    """Rank of every adapter. Without the section `lora` all weights are trained."""
+    alpha: float = Field(32.0, gt=0)
+    """An adapter's product is multiplied by alpha / r."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    # Share of an adapter's input that is dropped in training. Every adapter has a mask of its own, of which a byte an
-    # element is kept.
+    """Linears that get adapters, such as ["q_proj"], and weights of experts, such as ["gate_up_proj"]; all-linear: all
+    but the head.
+
+    PEFT counts experts among them, at twice the rank for gate and up as one, and routers."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    rslora: bool = False  # Multiply by alpha / sqrt(r) instead (arXiv 2312.03732)
+    """Share of an adapter's input that is dropped in training.
+
+    Every adapter has a mask of its own, of which a byte an element is kept."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(r) instead (arXiv 2312.03732)."""
 
 
 class TrainConfig(Section):
     """Length of the training, its starting point, and the files it writes."""
 
-    run_dir: str  # Folder of checkpoints, metrics, result and final model; shared by all hosts
-    init_from: str | None = None  # Weights to start from: the run_dir of a finished run, or a Hugging Face folder
-    # Another run (or its checkpoints/step_N) to continue with its state, but this stage's steps, schedule and optimizer
-    # settings. The state is weights, optimizer and position in the data. A run_dir stands for its newest checkpoint. To
-    # resume the same run, start the same command again.
+    run_dir: str
+    """Folder of checkpoints, metrics, result and final model; shared by all hosts."""
+    init_from: str | None = None
+    """Weights to start from: the run_dir of a finished run, or a Hugging Face folder."""
     resume: str | None = None
-    # Train adapters beside frozen weights; model/ then holds the sum of both, adapter/ what PEFT loads
+    """Another run (or its checkpoints/step_N) to continue with its state, but this stage's steps, schedule and
+    optimizer settings.
+
+    The state is weights, optimizer and position in the data. A run_dir stands for its newest checkpoint. To resume the
+    same run, start the same command again."""
     lora: Lora | None = None
-    steps: int | None = Field(None, gt=0)  # Optimizer steps
-    epochs: float | None = Field(None, gt=0)  # Passes through the training data, in place of `steps`
-    seed: Seed = 1236  # Of untrained weights, dropout and the order of the data
+    """Train adapters beside frozen weights; model/ then holds the sum of both, adapter/ what PEFT loads."""
+    steps: int | None = Field(None, gt=0)
+    """Optimizer steps."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes through the training data, in place of `steps`."""
+    seed: Seed = 1236
+    """Of untrained weights, dropout and the order of the data."""
     schedule: Schedule = Schedule()
-    # Steps between lines of metrics.jsonl. In between losses are read, and spikes and signals noticed, at the latest
-    # after about 2 s; with `spike` "rollback" at every step.
     log_every: int = Field(1, gt=0)
-    # Steps between validations, beside those before the first step and after the last
+    """Steps between lines of metrics.jsonl.
+
+    In between losses are read, and spikes and signals noticed, at the latest after about 2 s; with `spike` "rollback"
+    at every step."""
     eval_every: int | None = Field(None, gt=0)
-    eval_batches: int = Field(8, gt=0)  # Batches of a validation, as large as training's
-    # Measure validations along the run by the weights in BF16, too, without casts: each rank then holds all of them.
-    # Without effect where nothing is cast.
+    """Steps between validations, beside those before the first step and after the last."""
+    eval_batches: int = Field(8, gt=0)
+    """Batches of a validation, as large as training's."""
     eval_bf16: bool = False
-    save_every: int | None = Field(None, gt=0)  # Steps between checkpoints, beside the one after the last step
-    keep_last: int = Field(2, gt=0)  # Checkpoints to keep
-    async_save: bool = False  # Copy the state to host memory, and write it while training goes on
-    max_failed_saves: int = Field(3, gt=0)  # Failed checkpoints in a row, as on a full disk, that end the run
-    # Store compressed moments as they are, in a quarter of the bytes, not decoded to FP32. Such a checkpoint resumes
-    # the run, and cannot be converted to DeepSpeed's universal format. Without effect where FP8 is off.
+    """Measure validations along the run by the weights in BF16, too, without casts: each rank then holds all of them.
+
+    Without effect where nothing is cast."""
+    save_every: int | None = Field(None, gt=0)
+    """Steps between checkpoints, beside the one after the last step."""
+    keep_last: int = Field(2, gt=0)
+    """Checkpoints to keep."""
+    async_save: bool = False
+    """Copy the state to host memory, and write it while training goes on."""
+    max_failed_saves: int = Field(3, gt=0)
+    """Failed checkpoints in a row, as on a full disk, that end the run."""
     compact_checkpoints: bool = False
-    # Also keep the checkpoint of the lowest validation loss; `eval_every` must divide `save_every`
+    """Store compressed moments as they are, in a quarter of the bytes, not decoded to FP32.
+
+    Such a checkpoint resumes the run, and cannot be converted to DeepSpeed's universal format. Without effect where FP8
+    is off."""
     keep_best: bool = False
-    # Held-out problems to answer before and after training, of all sources in turn
+    """Also keep the checkpoint of the lowest validation loss; `eval_every` must divide `save_every`."""
     exact_match_problems: int = Field(0, ge=0)
-    max_new_tokens: int = Field(48, gt=0)  # Length limit of an answer
-    # Seconds without progress until the job ends on all hosts; six times as many for preparing, the first step, saving,
-    # evaluation
+    """Held-out problems to answer before and after training, of all sources in turn."""
+    max_new_tokens: int = Field(48, gt=0)
+    """Length limit of an answer."""
     timeout: float = Field(300.0, ge=1)
-    # Reaction to a loss above `spike_threshold`; rollback: to the last checkpoint, skipping the data since then
+    """Seconds without progress until the job ends on all hosts; six times as many for preparing, the first step,
+    saving, evaluation."""
     spike: Literal["off", "warn", "rollback"] = "warn"
-    # Standard deviations (by median absolute deviation) above the median of the last losses
+    """Reaction to a loss above `spike_threshold`; rollback: to the last checkpoint, skipping the data since then."""
     spike_threshold: float = Field(10.0, gt=0)
-    spike_window: int = Field(100, gt=1)  # Losses that a loss is compared with
+    """Standard deviations (by median absolute deviation) above the median of the last losses."""
+    spike_window: int = Field(100, gt=1)
+    """Losses that a loss is compared with."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -214,18 +246,20 @@ class TrainConfig(Section):
 class Stage:
     """A checked stage."""
 
-    configuration: Configuration  # The whole JSON after the command line's changes
+    configuration: Configuration
+    """The whole JSON after the command line's changes."""
     file: Path
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
     world: int
-    shared_by: int  # Ranks that share a sequence: "sequence_parallel_size"
+    shared_by: int
+    """Ranks that share a sequence: "sequence_parallel_size"."""
     global_batch: int
     micro_batch: int
     accumulation: int
-    # Hashes of the files of frozen weights, by name: checkpoints hold none of these weights
     base: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the files of frozen weights, by name: checkpoints hold none of these weights."""
 
     @property
     def raw(self) -> dict[str, Any]:

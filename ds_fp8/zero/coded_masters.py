@@ -234,7 +234,7 @@ class CodedMasters(Masters):
         """Raise UserError where data and corrections are those of half a step."""
         if self._skip_of_part is not None and not self._skip_of_part.item():
             raise UserError(
-                "an optimizer step ended midway, and masters that are codes and corrections are neither old nor new",
+                "an optimizer step was interrupted: masters of quantized weights and corrections are partially updated",
                 remedy="load a checkpoint (load_module_only does not load masters), or end the program",
             )
 

@@ -156,8 +156,8 @@ class FP8Config(Section):
     """auto: decoder layers of known structure run as a few fused operations. off: unfused."""
     attention: AttentionConfig = AttentionConfig()
     graph: Literal["off", "auto", "on"] = "auto"
-    """auto: micro-batches run as [CUDA graphs](cuda_graphs.md) from the third of a shape on. on: also with unknown hooks
-    and forwards that change attributes.
+    """auto: micro-batches run as [CUDA graphs](cuda_graphs.md) from the third of a shape on. on: also with unknown
+    hooks and forwards that change attributes.
 
     Needs equal shapes on all ranks, rows without padding (packed attention if rows hold several documents), no hooks of
     unknown packages, and a forward that does not change attributes of its modules. Replays are compared with eager runs

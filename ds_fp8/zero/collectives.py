@@ -169,7 +169,7 @@ class PeerMemory:
         # One stream for all copies of this rank: they share the copy engines anyway, and one event behind the last is
         # enough for `write` to know that all have read.
         with streams.on_stream(self._stream):
-            # The shards of this rank were cast, and the outputs allocated, in the order of that stream.
+            # This rank's shards were quantized, and the outputs allocated, on that stream.
             streams.wait_stream(before)
             for output, shard in zip(outputs, inputs, strict=True):
                 start, numel = shard.storage_offset(), shard.numel()
@@ -189,7 +189,7 @@ class PeerMemory:
         self.barrier()
 
     def written(self) -> None:
-        # Every rank's cast lies before it on this stream: behind the barrier the bytes of all ranks are there.
+        # Every rank has quantized before it on this stream: behind the barrier the bytes of all ranks are there.
         self.barrier()
 
     def barrier(self) -> None:

@@ -1,7 +1,7 @@
 """One sharded weight: its layout, its quantized shard, its masters, and its state.
 
-A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is laid over the whole rows it touches,
-down to a multiple of its blocks' rows, with zeros elsewhere: then the reference cast's own group arithmetic applies.
+A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is extended to the full rows it touches,
+down to a multiple of its blocks' rows, with zeros elsewhere: then quantization in torch applies as to a matrix.
 Its data are as flat, or rows of fprop's weight, with room for an outlier block (casts/outliers.py) behind each.
 
     SHARDED --unshard, finish_unshard--> UNSHARDED      --reshard--> SHARDED
@@ -289,7 +289,7 @@ class FP8Param(ShardLayout):
         return self.spec.before_cast(numbers[: self.shard.valid])
 
     def master(self) -> torch.Tensor:
-        """Return the flat FP32 masters [at least shard.valid]: where they lie, or decoded."""
+        """Return the flat FP32 masters [at least shard.valid]: a view, or dequantized."""
         if self.correction is None:
             return master_shard(self.parameter)
         if self.master_override is not None:
@@ -301,10 +301,10 @@ class FP8Param(ShardLayout):
     def write_master(self, numbers: torch.Tensor, scales: torch.Tensor, skip: torch.Tensor | None = None) -> None:
         """Write data and corrections of flat FP32 numbers by their scales; nothing where `skip` is not zero."""
         found = quantize_masters(self.cover(numbers), self.covered(self.scales_in(scales)), self.spec.granularity)
-        for kept, new in zip((self.data, self.correction), (found[0].view(torch.uint8), found[1]), strict=True):
+        for old, new in zip((self.data, self.correction), (found[0].view(torch.uint8), found[1]), strict=True):
             if skip is not None:
-                new = torch.where(skip != 0, self.cover(kept), new)
-            self.into(kept, new)
+                new = torch.where(skip != 0, self.cover(old), new)
+            self.into(old, new)
 
     @property
     def start(self) -> int:
@@ -372,7 +372,7 @@ def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class ReferenceShardCast:
-    """The casts of a fixed list of weights in torch, on any device; the oracle of the kernels."""
+    """Quantization of a fixed list of shards in torch, on any device; the reference of the kernels."""
 
     def __init__(self, weights: Sequence[FP8Param], spec: CastSpec):
         self._weights, self._spec = [weight for weight in weights if weight.shard.valid], spec
@@ -384,7 +384,7 @@ class ReferenceShardCast:
             weight.covered(weight.scales_in(amax)).copy_(group_amax(weight.cover(numbers), weight.spec.granularity))
 
     def cast(self, scales: torch.Tensor, source: Numbers) -> None:
-        """Refill every weight's `data` in units of the agreed scales, a flat FP32 buffer."""
+        """Quantize into every weight's `data` with `scales`, a flat FP32 buffer."""
         for weight in self._weights:
             numbers = weight.before_cast(on_device(source(weight), scales.device))
             own = weight.covered(weight.scales_in(scales))

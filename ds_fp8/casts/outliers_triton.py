@@ -92,7 +92,7 @@ def _extend_weight(
     data, scale, row_scale, residual, channels, wide, wide_scale, N, K, width, scale_n, wide_scale_n,
     COUNT: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Write the outlier block as [residual | cast(w_O / row_scale)]; row_scale and the scales are of 128 rows each."""
+    """Write the outlier block as [residual | Q(w_O)]; row_scale and the scales are of 128 rows each."""
     tile, rows = tl.program_id(0), tl.program_id(1)
     n = rows * 128 + tl.arange(0, 128)
     if tile * 128 < K:

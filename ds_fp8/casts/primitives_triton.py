@@ -172,7 +172,7 @@ def store_cast(
     the scales per group along, and per row across (TILE: per block of rows). EVEN: Whether the tile lies inside the
     result.
     """
-    #     bits[r]  = max over the group of |tile[r, :]|      GROUP and TILE: the tile holds whole groups
+    #     bits[r]  = max over the group of |tile[r, :]|      GROUP and TILE: the tile holds full groups
     #     scale, d = scale_of(bits)
     #     data     = round(tile / scale)
     if MODE == GROUP:

@@ -153,7 +153,7 @@ def parameters_with_corrections(model: nn.Module, trained: set[int]) -> dict[int
     """Return the ids of ZeRO-3's parameters whose masters can be FP8 or BF16 with corrections; True: BF16.
 
     A weight of a fused product only with the others: their scales lie side by side. Parameters that stay whole, which
-    are small, keep FP32 masters; all do where no weight has codes for masters.
+    are small, keep FP32 masters; all do if no weight has data for masters.
     """
     gathered = {id(p): (p, spec) for p, spec, _ in _gathered(model) if id(p) in trained}
     can = {key: p for key, (p, spec) in gathered.items() if why_no_correction(spec) is None}

@@ -122,7 +122,7 @@ def gated_activation_forward(
     if gate_up.device.type == "cuda":
         from ds_fp8.layers.linear.gated_activation_triton import gated_forward
 
-        uncast, cast, saved = gated_forward(
+        uncast, quantized, saved = gated_forward(
             gate_up,
             activation,
             recipe.input,
@@ -133,30 +133,34 @@ def gated_activation_forward(
             product=product,
         )
     else:
-        uncast, cast, saved = gated_product_reference(gate_up, activation, row_factor), None, None
+        uncast, quantized, saved = gated_product_reference(gate_up, activation, row_factor), None, None
     if in_fp8 and saved is None:
         saved = recipe.quantize_gate_up(gate_up)
-    if cast is None:
-        cast = recipe.quantize_input(uncast)
+    if quantized is None:
+        quantized = recipe.quantize_input(uncast)
     elif recipe.monitor.active:
         factor = (lambda rows: None) if row_factor is None else row_factor.__getitem__
-        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), cast)
+        recipe.observe(
+            "input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), quantized
+        )
     if recipe.outliers is not None:
-        cast = _with_outliers(cast, gate_up, activation, recipe.outliers.observe(cast, recipe.monitor.active))
+        quantized = _with_outliers(
+            quantized, gate_up, activation, recipe.outliers.observe(quantized, recipe.monitor.active)
+        )
     uncast = uncast.to(gate_up.dtype) if product else None
-    return GatedCast(cast, gate_up if save and not in_fp8 else saved, uncast)
+    return GatedCast(quantized, gate_up if save and not in_fp8 else saved, uncast)
 
 
 def _with_outliers(
-    cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
+    quantized: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
 ) -> QuantizedTensor:
     """Append the outlier block to the quantized act(gate) · up, recomputing its channels from gate_up."""
-    if cast.data.device.type == "cuda":
+    if quantized.data.device.type == "cuda":
         from ds_fp8.layers.linear.gated_activation_triton import extend_product_tiles
 
-        return extend_product_tiles(cast, gate_up, activation, channels)
+        return extend_product_tiles(quantized, gate_up, activation, channels)
     gate, up = (half[:, channels.long()].float() for half in gate_up.chunk(2, -1))
-    return extend_input_reference(cast, activate(gate, activation) * up, channels)
+    return extend_input_reference(quantized, activate(gate, activation) * up, channels)
 
 
 def gated_activation_backward(

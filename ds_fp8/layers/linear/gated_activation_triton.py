@@ -1,4 +1,4 @@
-"""act(gate) · up with its casts and its outlier block, forward and backward; gated_activation.py has the maths."""
+"""act(gate) · up fused with quantization and outlier block, forward and backward; gated_activation.py has the maths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ds_fp8.casts.primitives_triton import (
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
-ACTIVATION_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # name of an activation -> the constant ACTIVATION of kernels
+ACTIVATION_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # constant ACTIVATION of kernels
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -81,13 +81,13 @@ def _load(x, m, k, M, stride, offset, F, EVEN: tl.constexpr):
 
 @triton.jit
 def _forward_tiles(
-    gate_up, row_factor, M, F, stride, product, cast, pitch, cast_scale, saved, saved_scale,
+    gate_up, row_factor, M, F, stride, product, quantized, pitch, quantized_scale, saved, saved_scale,
     ACTIVATION: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     #     product = act(gate) * up                              gate = gate_up[:, :F], up = gate_up[:, F:]
-    #     cast    = round(product / scale of its 1 x 128 group)  what down_proj multiplies
-    #     saved   = gate and up in E4M3                          what backward reads, half of BF16's bytes
+    #     quantized = round(product / scale of its 1 x 128 group)  input of down_proj
+    #     saved   = gate and up in E4M3                            for backward
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
@@ -96,8 +96,8 @@ def _forward_tiles(
     p = value * u
     if row_factor is not None:
         p *= tl.load(row_factor + m, mask=m < M, other=0.0)[:, None]
-    if cast is not None:
-        store_cast(p, k, m, F, M, cast, pitch, cast_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+    if quantized is not None:
+        store_cast(p, k, m, F, M, quantized, pitch, quantized_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
     if product is not None:
         inside = (m < M)[:, None] & (k < F)[None, :]
         tl.store(product + m[:, None].to(tl.int64) * F + k[None, :], p.to(product.dtype.element_ty), mask=inside)
@@ -120,25 +120,25 @@ def gated_forward(
     row_factor: torch.Tensor | None = None,
     product: bool = False,
 ) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
-    """Return (product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
+    """Return (product [T, F] or None, quantized product or None, gate_up [T, 2F] in FP8 or None).
 
-    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not, or where `product` asks
-    for it. `room` is that of empty_result, of the cast.
+    Quantized if `fuse_cast` and `spec` is 1x128; the product itself otherwise, or with `product`. `room`: padding of
+    the quantized product (empty_result).
     """
     M, width = gate_up.shape
     F = width // 2
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
-    cast = uncast = saved = None
+    quantized = uncast = saved = None
     if fuse_cast and spec.granularity == "1x128":
-        cast = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device, room)
-    if cast is None or product:
+        quantized = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device, room)
+    if quantized is None or product:
         uncast = torch.empty(M, F, dtype=gate_up.dtype, device=gate_up.device)
     if save and F % 128 == 0:
         saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
     if gate_up.numel():
         rows = 16
         _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
-            gate_up, row_factor, M, F, gate_up.stride(0), uncast, cast and cast.data, F + room, cast and cast.scale,
+            gate_up, row_factor, M, F, gate_up.stride(0), uncast, quantized and quantized.data, F + room, quantized and quantized.scale,
             saved and saved.data, saved and saved.scale,
             ACTIVATION=ACTIVATION_KINDS[activation], SAVE=saved is not None, ROWS=rows,
             EVEN=M % rows == 0 and is_even(F), num_warps=4, **format_arguments(spec.format, spec.scale),
@@ -148,7 +148,7 @@ def gated_forward(
 
         # F is ragged: gate and up share the middle group, which the kernel would split.
         saved = quantize(gate_up, "e4m3", "1x128", "pow2")
-    return uncast, cast, saved
+    return uncast, quantized, saved
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def _gradients(
     g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
     u = _load(gate_up, m, k, M, stride, F, F, EVEN)
     if SAVED_FP8:
-        if EVEN:  # whole groups: one scale a row of the tile
+        if EVEN:  # full groups: one scale per row of the tile
             group = tl.min(k, 0) // 128
             g *= tl.load(scale + group * scale_group + m)[:, None]
             u *= tl.load(scale + (F // 128 + group) * scale_group + m)[:, None]
@@ -395,16 +395,16 @@ def _extend_product(
 
 
 def extend_product_tiles(
-    cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
+    quantized: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
 ) -> QuantizedTensor:
     """Append the outlier block of `channels` to the quantized act(gate) · up [T, F] of gate_up [T, 2F]."""
-    wide, first_tile = wide_input(cast, len(channels))
-    M, F = cast.shape
+    wide, first_tile = wide_input(quantized, len(channels))
+    M, F = quantized.shape
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
     if M:
         _extend_product[wide.shape[1] // BLOCK - first_tile, triton.cdiv(M, ROWS.value)](
-            cast.data.view(torch.uint8), cast.scale, gate_up, channels, wide.data.view(torch.uint8), wide.scale,
-            first_tile, M, F, cast.data.stride(0), wide.shape[1], gate_up.stride(0), *cast.scale.stride(), COUNT=len(channels),
-            ACTIVATION=ACTIVATION_KINDS[activation], num_warps=4, **format_arguments(cast.format, cast.scale_type),
+            quantized.data.view(torch.uint8), quantized.scale, gate_up, channels, wide.data.view(torch.uint8), wide.scale,
+            first_tile, M, F, quantized.data.stride(0), wide.shape[1], gate_up.stride(0), *quantized.scale.stride(), COUNT=len(channels),
+            ACTIVATION=ACTIVATION_KINDS[activation], num_warps=4, **format_arguments(quantized.format, quantized.scale_type),
         )
     return wide

@@ -69,7 +69,7 @@ class LinearRecipe:
 
     @property
     def quantizes_by_tile(self) -> bool:
-        """Whether a tile of 128 x 128 elements holds whole groups of all casts in backward."""
+        """Whether a tile of 128 x 128 elements holds full groups of all casts in backward."""
         if self.input.by_torch or self.grad_output.by_torch:
             return False
         # Scales per row or per tensor need the amax of all of it before the first element is quantized.

@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 
 from ds_fp8.casts.primitives import apply_factors, dequantize_unscaled, group_amax, quantize_with_scale, scale_from_amax
-from ds_fp8.casts.quantization import QuantizedTensor, block_scales, whole_blocks, width_with_outliers
+from ds_fp8.casts.quantization import QuantizedTensor, block_scales, round_up_to_blocks, width_with_outliers
 from ds_fp8.config.formats import BLOCK, FORMATS
 
 HALF = BLOCK // 2  # channels of an outlier block
@@ -72,7 +72,7 @@ def weight_residual(weight: torch.Tensor, w: QuantizedTensor, channels: torch.Te
 
 def residual_in(wide: QuantizedTensor, channels: int) -> torch.Tensor:
     """Return the quantized residuals [N, C] in the outlier block of a weight."""
-    blocks = wide.data.view(torch.uint8)[:, -whole_blocks(2 * channels) :].unflatten(1, (-1, 2, HALF))
+    blocks = wide.data.view(torch.uint8)[:, -round_up_to_blocks(2 * channels) :].unflatten(1, (-1, 2, HALF))
     return blocks[:, :, 0].flatten(1)[:, :channels].view(wide.data.dtype)
 
 
@@ -96,7 +96,7 @@ def extend_weight(w: QuantizedTensor, residual: torch.Tensor, channels: torch.Te
 
         return extend_weight_tiles(w, residual, channels, residual_scale(w.scale))
     N, K = w.shape
-    start, width = whole_blocks(K), width_with_outliers(K, len(channels))
+    start, width = round_up_to_blocks(K), width_with_outliers(K, len(channels))
     at = channels.long()
     of_block = residual_scale(w.scale)
     of_row = of_block.repeat_interleave(BLOCK)[:N, None]
@@ -133,7 +133,7 @@ def extend_input(
 def extend_input_reference(x: QuantizedTensor, values: torch.Tensor, channels: torch.Tensor) -> QuantizedTensor:
     """extend_input in torch, from the values [T, C] of the channels; the reference of the kernels."""
     T, K = x.shape
-    start, width = whole_blocks(K), width_with_outliers(K, len(channels))
+    start, width = round_up_to_blocks(K), width_with_outliers(K, len(channels))
     at = channels.long()
     rounded = dequantize_unscaled(x.data.view(torch.uint8)[:, at].view(x.data.dtype))
     values = values.detach().float()

@@ -32,13 +32,13 @@ def block_scales(rows: int, columns: int, device: torch.device | str | None = No
     return torch.empty(rows, -(-columns // 4) * 4, device=device)[:, :columns]
 
 
-def whole_blocks(columns: int) -> int:
+def round_up_to_blocks(columns: int) -> int:
     return -(-columns // BLOCK) * BLOCK
 
 
 def width_with_outliers(columns: int, channels: int) -> int:
     """Return the length of the contraction `columns` padded to blocks, with its outlier blocks."""
-    return whole_blocks(columns) + whole_blocks(2 * channels)
+    return round_up_to_blocks(columns) + round_up_to_blocks(2 * channels)
 
 
 @dataclass(frozen=True, eq=False)

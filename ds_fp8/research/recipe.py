@@ -42,7 +42,7 @@ from ds_fp8.layers.attention.hadamard import Rotation, rotate, unrotate
 from ds_fp8.layers.decoder.structure import MLP_PARTS
 from ds_fp8.layers.linear.linear import LAYERS, FP8Linear, Products
 from ds_fp8.layers.linear.recipe import Factor, LinearRecipe
-from ds_fp8.layers.linear.weights import UNSHARDED, dgrad_operand, dgrad_weight, fprop_weight
+from ds_fp8.layers.linear.weights import UNSHARDED, dgrad_weight, fprop_weight, transposed_weight
 from ds_fp8.monitor.statistics import Rows
 from ds_fp8.research.config import RecastConfig, ResearchCasts, ResearchLinear
 from ds_fp8.research.formats import ResearchSpec, cast_matrix
@@ -207,7 +207,7 @@ class ResearchProducts(Products):
         elif wants[0] and recipe.quantizes_weight_twice:
             w = recipe.quantize_weight_columnwise(weight, factors)
         elif wants[0]:
-            w, factor = dgrad_operand(recipe.weight_times(weight, factors), recipe.transposed)
+            w, factor = transposed_weight(recipe.weight_times(weight, factors), recipe.transposed)
         cast, columnwise = recipe.quantize_grad_output(dy, *wants, factor)
         if wants[0]:
             dx = _unrotated_dgrad(recipe, recipe.multiply(cast, w, dtype), len(dy), beyond)

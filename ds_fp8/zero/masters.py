@@ -31,7 +31,7 @@ from deepspeed import comm as dist
 from ds_fp8.casts import scale_from_amax
 from ds_fp8.casts.outliers import residual_data, residual_scale, weight_block
 from ds_fp8.casts.primitives import dequantize_unscaled
-from ds_fp8.casts.quantization import whole_blocks
+from ds_fp8.casts.quantization import round_up_to_blocks
 from ds_fp8.config.formats import BLOCK, FORMATS, SCALE_TYPES, CastSpec
 from ds_fp8.config.plans import MOMENTS
 from ds_fp8.layers.linear.outliers import OutlierChannels
@@ -303,7 +303,9 @@ class OutlierResiduals:
         self._buffer = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
         views = [flat.view(shape) for flat, shape in zip(self._buffer.split(numels), shapes, strict=True)]
         self._weights = [OutlierWeight(weight, view) for weight, view in zip(cut, views, strict=True)]
-        self._weights += [OutlierWeight(w, w.rows[:, whole_blocks(w.shard.shape[1]) :]) for w in weights if w.has_room]
+        self._weights += [
+            OutlierWeight(w, w.rows[:, round_up_to_blocks(w.shard.shape[1]) :]) for w in weights if w.has_room
+        ]
         if device.type == "cuda":
             from ds_fp8.zero.cast_triton import TritonResidualCast
 

@@ -46,7 +46,7 @@ from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_quantize
 from ds_fp8.layers.decoder.rotary import HeadLayout, HeadTransform, rotate, rotate_backward
 from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_forward
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_operand
+from ds_fp8.layers.linear.weights import transposed_weight
 
 EPS = 1e-6  # Epsilon of RMSNorm
 
@@ -83,9 +83,9 @@ def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Itera
 
     w_cast = recipe.quantize_weight(w)
     yield Operation("w", in_words(w_cast), w.numel(), 3, lambda: recipe.quantize_weight(w))
-    yield Operation("w transposed", describe_cast(w_cast), w.numel(), 2, lambda: dgrad_operand(w_cast))
+    yield Operation("w transposed", describe_cast(w_cast), w.numel(), 2, lambda: transposed_weight(w_cast))
 
-    factor = None if dgrad_operand(w_cast)[1] is None else torch.ones(x.shape[1], device=x.device)
+    factor = None if transposed_weight(w_cast)[1] is None else torch.ones(x.shape[1], device=x.device)
     casts = in_words(*recipe.quantize_grad_output(x, column_factor=factor))
     name = "dy" if factor is None else "dy · weight scales"
     yield Operation(name, casts, x.numel(), 4, lambda: recipe.quantize_grad_output(x, column_factor=factor))
@@ -122,7 +122,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     yield Operation("SwiGLU, keeping", kept, elements, 7, lambda: forward(True))
 
     w = normal(2 * size.intermediate, 128, std=WEIGHT_STD)
-    factor = dgrad_operand(recipe.quantize_weight(w))[1]
+    factor = transposed_weight(recipe.quantize_weight(w))[1]
 
     def backward() -> Any:
         return gated_activation_backward(dproduct, saved, "silu", recipe, recipe, factor)

@@ -34,7 +34,7 @@ from ds_fp8.gemm import unavailable
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import UNSHARDED, group_of, placeholder, stacked_operand
+from ds_fp8.layers.linear.weights import UNSHARDED, group_of, placeholder, stacked_weight
 from ds_fp8.research import mxfp8
 
 
@@ -209,7 +209,7 @@ def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
         if id(weight) in held:
             continue
         held.update(map(id, group))
-        whole = stacked_operand([w.detach() for w in group], recipe)
+        whole = stacked_weight([w.detach() for w in group], recipe)
         if recipe.outlier_channels:
             channels = torch.arange(min(recipe.outlier_channels, whole.shape[1]), device=weight.device).int()
             none = torch.zeros(len(whole.data), len(channels), dtype=torch.uint8, device=weight.device)

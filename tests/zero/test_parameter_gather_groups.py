@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fp8.casts import quantize
-from ds_fp8.layers.linear.weights import UNSHARDED, can_stack, stacked_operand
+from ds_fp8.layers.linear.weights import UNSHARDED, can_stack, stacked_weight
 from ds_fp8.zero.param import SCALE_ALIGNMENT
 from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS, SPECS, fp8_linears, gather
@@ -64,7 +64,7 @@ def whole_product_gathered_together(preset):
         ends = [codes(weight).data_ptr() + weight.ds_numel for weight in weights]
         seen["adjacent"] = all(codes(w).data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))
         if can_stack(sizes, SPECS[preset][1]):
-            stacked = stacked_operand(weights, layer.join.recipe)
+            stacked = stacked_weight(weights, layer.join.recipe)
             seen["view"] = stacked.data.data_ptr() == codes(weights[0]).data_ptr()
             if preset == "tensorwise":
                 parts = [quantize(m, *SPECS[preset]).dequantize() for m in masters]
@@ -105,7 +105,7 @@ def fetched_apart(sizes_of_layers, fetches):
             release([weight for weight in some if getattr(weight, UNSHARDED) is not None])
             if some:
                 gather(engine, some)
-        stacked = stacked_operand(weights, layer.join.recipe)
+        stacked = stacked_weight(weights, layer.join.recipe)
         same = models.same_cast(stacked, quantize(torch.cat(masters[:-1]), *SPECS["infir2"]))
         view = stacked.data.data_ptr() == codes(weights[0]).data_ptr()
         result.append((right([*weights, join], masters, "infir2"), same, view, len(weights)))
@@ -176,7 +176,7 @@ def stacked_where_it_is_used(leaf):
     found = []
 
     def look(layer, _):
-        stacked = stacked_operand(layer.weights(), layer.join.recipe)
+        stacked = stacked_weight(layer.weights(), layer.join.recipe)
         found.append(stacked.data.data_ptr() == codes(layer.weights()[0]).data_ptr())
 
     for layer in engine.module.layers:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ds_fp8.config.formats import BLOCK, SCALE_TYPES
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_operand
+from ds_fp8.layers.linear.weights import transposed_weight
 
 IGNORED = -100  # target of a token without loss
 LOGITS_BYTES = 64 << 20  # of the FP32 logits in a chunk on a CPU; lower bound on a GPU
@@ -196,7 +196,7 @@ def _in_fp8(
     if wants_dx and recipe.quantizes_weight_twice:
         transposed = recipe.quantize_weight_columnwise(weight)
     elif wants_dx:
-        transposed, factor = dgrad_operand(weight_fp8, recipe.transposed)
+        transposed, factor = transposed_weight(weight_fp8, recipe.transposed)
     by_tile, spec = factor is None and _quantizes_by_tile(recipe, hidden, len(weight), chunk), recipe.grad_output
     if by_tile:
         from ds_fp8.casts.primitives_triton import empty_result

@@ -40,7 +40,7 @@ class WeightGroup(tuple):
         return WeightGroup, ()
 
 
-def gathered_for_backward(weight: nn.Parameter) -> None:
+def unshard_for_backward(weight: nn.Parameter) -> None:
     """Unshard the layer of a weight for backward, if ZeRO-3 has not."""
     gather = getattr(weight, BEFORE_BACKWARD, None)
     if gather is not None:
@@ -52,7 +52,7 @@ def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
     return getattr(weight, GROUP, ()) or (weight,)
 
 
-def weight_operand(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
+def quantized_weight(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
     """Return the quantized weight [N, K]: all-gathered in FP8, or quantized here from high precision."""
     quantized = getattr(weight, UNSHARDED, None)
     return recipe.quantize_weight(weight) if quantized is None else quantized
@@ -65,7 +65,7 @@ def can_stack(rows: Sequence[int], granularity: str) -> bool:
     return all(count % group_shape(granularity)[0] == 0 for count in rows[:-1])
 
 
-def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
+def stacked_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
     """Return the weights [N_i, K] stacked as one quantized weight [sum N_i, K].
 
     Scales per tensor become scales per row, but constant scales stay.
@@ -73,7 +73,7 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
     Raises:
         ValueError: Blocks would straddle two weights (`can_stack`).
     """
-    operands = [weight_operand(weight, recipe) for weight in weights]
+    operands = [quantized_weight(weight, recipe) for weight in weights]
     if len(operands) == 1:
         return operands[0]
     first = operands[0]
@@ -101,7 +101,7 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
 
 def fprop_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
     """Return the quantized weight of fprop, stacked from weights [N_i, K], with its outlier block if there is one."""
-    w = stacked_operand(weights, recipe)
+    w = stacked_weight(weights, recipe)
     return w if recipe.outliers is None else _with_outliers(weights, w, recipe.outliers.channels)
 
 
@@ -149,10 +149,10 @@ def dgrad_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> tuple
     """Return (quantized wᵀ [K, N] for dgrad, stacked from weights [N_i, K]; factor [N] of dy, or None)."""
     if recipe.quantizes_weight_twice:
         return recipe.quantize_weight_columnwise(torch.cat([weight.detach() for weight in weights])), None
-    return dgrad_operand(stacked_operand(weights, recipe), recipe.transposed)
+    return transposed_weight(stacked_weight(weights, recipe), recipe.transposed)
 
 
-def dgrad_operand(
+def transposed_weight(
     w: QuantizedTensor, transposed: Callable[[QuantizedTensor], QuantizedTensor] = transpose
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
     """Return (wᵀ [K, N] for dgrad, factor [N] of dy or None) from the quantized w [N, K] of fprop.

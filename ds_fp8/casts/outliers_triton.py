@@ -1,13 +1,13 @@
 """Outlier blocks in Triton; outliers.py has the maths and the references.
 
-Programs beyond the last tile of the cast write an outlier block each, of ROWS tokens or of 128 rows of a weight:
+Programs beyond the last tile of K write an outlier block each, of ROWS tokens or of 128 rows of a weight:
 
-    v      = source[m, channels[c]] (times its factors)         64 channels c, whose residuals are the other half
-    block  = [v | v - code * scale]                             codes and scales of the same channels, already cast
-    scale  = f(max over the block),  data = cast(block / scale)
+    v      = source[m, channels[c]] * factors                   64 channels c
+    block  = [v | v - data * scale]                             data and scale of the same channels in the quantized x
+    scale  = f(amax of the block),  data = round(block / scale)
 
-Casts leave room for the blocks behind every row, where whole tiles cover the row. Of others, and of weights without
-room, programs copy the codes of a tile each to their place in a wider operand.
+If K is a multiple of 128, the quantized x has padding after every row for the blocks. Otherwise, and for weights
+without padding, programs copy a tile of data each into a wider matrix.
 """
 
 from __future__ import annotations
@@ -22,29 +22,25 @@ from ds_fp8.config.formats import BLOCK
 
 # Tokens of a program: with 128 there are too few programs to fill a GPU (docs/log/zero3.md, 2026-11-27)
 ROWS = tl.constexpr(32)
-# Option of kernels that subtract what a code stands for: fused with its product, the difference would round once less
-# than the reference's
+# For kernels that compute residuals: with FMA the difference would round once less than the reference
 ROUND_EVERY_PRODUCT = {"enable_fp_fusion": False}
 
 
 @triton.jit
 def copy_tile(data, wide, m, tile, M, K, pitch, width):
-    """Copy the codes of a tile from [M, K], rows `pitch` codes apart, into [M, width], with zeros beyond K."""
+    """Copy a tile of data from [M, K] with row stride `pitch` into [M, width], with zeros beyond K."""
     k = tile * 128 + tl.arange(0, 128)
     inside = (m < M)[:, None] & (k < K)[None, :]
-    codes = tl.load(data + m[:, None].to(tl.int64) * pitch + k[None, :], mask=inside, other=0)
-    tl.store(wide + m[:, None].to(tl.int64) * width + k[None, :], codes, mask=(m < M)[:, None])
+    loaded = tl.load(data + m[:, None].to(tl.int64) * pitch + k[None, :], mask=inside, other=0)
+    tl.store(wide + m[:, None].to(tl.int64) * width + k[None, :], loaded, mask=(m < M)[:, None])
 
 
 @triton.jit
-def gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE: tl.constexpr):
-    """Return the numbers that codes [M, K] and their scales stand for at rows m and columns `channel`, FP32.
-
-    `pitch` is the number of codes from one row to the next.
-    """
-    codes = tl.load(data + m[:, None].to(tl.int64) * pitch + channel[None, :], mask=inside, other=0)
+def dequantize_channels(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE: tl.constexpr):
+    """Dequantize data [M, K] with row stride `pitch` at rows m and columns `channel`, FP32."""
+    loaded = tl.load(data + m[:, None].to(tl.int64) * pitch + channel[None, :], mask=inside, other=0)
     factor = tl.load(scale + m[:, None] * scale_m + (channel // 128)[None, :] * scale_k, mask=inside, other=0.0)
-    return codes.to(DTYPE, bitcast=True).to(tl.float32) * factor
+    return loaded.to(DTYPE, bitcast=True).to(tl.float32) * factor
 
 
 @triton.jit
@@ -52,15 +48,15 @@ def store_outlier_block(
     value, rounded, m, M, wide, wide_scale, tile, width,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Cast and store [value | value - rounded], FP32 [rows, 64] each."""
-    #     row of the block:   [v_0 .. v_63 | v_0 - r_0 .. v_63 - r_63]        v the numbers, r what their codes stand for
-    # times the weight's  [residual of w | w again] it adds  v * (w - w_8) + (v - v_8) * w_8: what the narrow product
-    # lacks. The halves share a scale, that of the numbers; the residuals are far smaller, so `value` alone decides it.
+    """Quantize and store [value | value - rounded], FP32 [rows, 64] each."""
+    #     row of the block:   [v_0 .. v_63 | v_0 - r_0 .. v_63 - r_63]        r = Q(v)
+    # times the weight's  [w - Q(w) | Q(w)]  adds  v (w - Q(w)) + (v - Q(v)) Q(w), the error of the narrow product. Both
+    # halves share one scale: residuals are far smaller, so the amax is that of `value`.
     scale, reciprocal = scale_of(amax_bits(value, 1), LARGEST, SMALLEST, POW2)
     to, inside = wide + m[:, None].to(tl.int64) * width + (tile * 128 + tl.arange(0, 64))[None, :], (m < M)[:, None]
     tl.store(to, to_fp8(value, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True), mask=inside)
     tl.store(to + 64, to_fp8(value - rounded, reciprocal[:, None], DTYPE).to(tl.uint8, bitcast=True), mask=inside)
-    # Group-major, as all scales of 1x128: row `tile` of [width / 128, M].
+    # Group-major, like all scales of 1x128: row `tile` of [width / 128, M].
     tl.store(wide_scale + tile * M + m, scale, mask=m < M)
 
 
@@ -70,7 +66,7 @@ def _extend_input(
     scale_m, scale_k, COUNT: tl.constexpr, FACTORS: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    # 0 where all is copied, K / 128 where the cast has left room: then these programs write the outlier blocks alone.
+    # first_tile: 0 to copy x, too; K / 128 to write outlier blocks alone, if x has padding for them.
     tile = first_tile + tl.program_id(0)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if tile * 128 < K:
@@ -86,8 +82,8 @@ def _extend_input(
             value *= tl.load(row_factor + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
         if FACTORS & 2:
             value *= tl.load(column_factor + channel).to(tl.float32)[None, :]
-        # Read back from the cast itself: what its codes stand for, not what rounding would give here.
-        rounded = gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
+        # Dequantized from x itself, not rounded again here.
+        rounded = dequantize_channels(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
         store_outlier_block(value, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
 
@@ -96,7 +92,7 @@ def _extend_weight(
     data, scale, row_scale, residual, channels, wide, wide_scale, N, K, width, scale_n, wide_scale_n,
     COUNT: tl.constexpr, DTYPE: tl.constexpr,
 ):
-    """Write the outlier block as [residual | cast(w_O / row_scale)]; row_scale and the scales are of 128 rows each."""
+    """Write the outlier block as [residual | Q(w_O)]; row_scale and the scales are of 128 rows each."""
     tile, rows = tl.program_id(0), tl.program_id(1)
     n = rows * 128 + tl.arange(0, 128)
     if tile * 128 < K:
@@ -108,23 +104,23 @@ def _extend_weight(
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (n < N)[:, None] & (place < COUNT)[None, :]
         of_row = tl.load(row_scale + rows)
-        codes = tl.load(data + n[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
+        loaded = tl.load(data + n[:, None].to(tl.int64) * K + channel[None, :], mask=inside, other=0)
         factor = tl.load(scale + rows * scale_n + channel // 128)
-        number = codes.to(DTYPE, bitcast=True).to(tl.float32) * factor[None, :]
-        # The same numbers in units of the block's own scale: the residuals beside them share it.
+        number = loaded.to(DTYPE, bitcast=True).to(tl.float32) * factor[None, :]
+        # Q(w_O) with the scale of the block, which residuals share.
         again = to_fp8(number, reciprocal_of(of_row), DTYPE).to(tl.uint8, bitcast=True)
         first = tl.load(residual + n[:, None].to(tl.int64) * COUNT + place[None, :], mask=inside, other=0)
         block = tl.where((column < 64)[None, :], first, again)
-        # Beyond the last channel zeros: their products add nothing, and uninitialised codes may be NaN.
+        # Zeros beyond the last channel: uninitialised data may be NaN.
         block = tl.where(inside, block, 0)
         tl.store(wide + n[:, None].to(tl.int64) * width + (tile * 128 + column)[None, :], block, mask=(n < N)[:, None])
         tl.store(wide_scale + rows * wide_scale_n + tile, of_row)
 
 
 def wide_input(x: QuantizedTensor, channels: int) -> tuple[QuantizedTensor, int]:
-    """Return the operand for a row-wise cast x [T, K] and its outlier blocks, and the first tile of 128 to be written.
+    """Return the quantized matrix for x [T, K] and its outlier blocks, and the first tile of 128 to be written.
 
-    Around a cast that left room it is that cast's memory, else uninitialised.
+    A view if x has padding for the blocks, else uninitialised.
     """
     T, K = x.shape
     width = width_with_outliers(K, channels)
@@ -159,10 +155,10 @@ def extend_input_tiles(
 def extend_weight_tiles(
     w: QuantizedTensor, residual: torch.Tensor, channels: torch.Tensor, row_scale: torch.Tensor
 ) -> QuantizedTensor:
-    """Do extend_weight of outliers.py in one launch; row_scale [N/128] of its block."""
+    """extend_weight of outliers.py in one launch; row_scale [N/128] is the scale of the block."""
     N, K = w.shape
     width = width_with_outliers(K, len(channels))
-    # As bytes: torch has few operations on FP8 tensors.
+    # Bytes: torch has few operations on FP8 tensors.
     data = torch.empty(N, width, dtype=torch.uint8, device=w.data.device)
     scale = block_scales(tiles(N), width // BLOCK, w.data.device)
     _extend_weight[width // BLOCK, tiles(N)](

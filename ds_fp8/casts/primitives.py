@@ -1,14 +1,14 @@
-"""The steps of a cast in plain torch: amax, scale, rounding. Any device and granularity; the oracle of every kernel.
+"""The steps of quantization in plain torch: amax, scale, rounding. Any device and granularity; the kernels' reference.
 
-A cast is three steps, which the ZeRO-3 parameter gather also takes one by one (its amax spans ranks):
+ZeRO-3 takes the three steps one by one, with an all-reduce of the amax in between:
 
     amax[g]  = max |x[i]|            over the elements i of group g
     scale[g] = amax[g] / format.max  (`pow2`: rounded up to a power of two; 1 where amax is 0; NaN where not finite)
-    data[i]  = cast(clamp(x[i] * (1 / scale[g]), -format.max, format.max))   round to nearest even
+    data[i]  = round(clamp(x[i] * (1 / scale[g]), -format.max, format.max))  to nearest even
 
-so that x[i] is approximately data[i] * scale[g]. Inf or NaN anywhere in a group turns its scale, and with it the whole
-group, into NaN: overflow is seen downstream, never hidden. Under a scale that needs no amax (ScaleType) what is too
-large saturates, and of Inf and NaN the element alone becomes NaN.
+so that x[i] ≈ data[i] * scale[g]. Inf or NaN makes the scale of its group NaN, and with it the group: overflow is never
+hidden. With a scale type that needs no amax (ScaleType) large elements saturate, and Inf or NaN makes only its element
+NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ds_fp8.config.formats import (
 
 
 def apply_factors(x: torch.Tensor, row_factor: torch.Tensor | None, column_factor: torch.Tensor | None) -> torch.Tensor:
-    """Return a matrix x [M, K] times row_factor [M] and then column_factor [K], in FP32; x itself without factors."""
+    """Return x [M, K] * row_factor [M] * column_factor [K] in FP32; x itself without factors."""
     if row_factor is not None:
         x = x.float() * row_factor.float()[:, None]
     if column_factor is not None:
@@ -41,21 +41,20 @@ def apply_factors(x: torch.Tensor, row_factor: torch.Tensor | None, column_facto
 
 
 def group_amax(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Return the largest magnitude of every group: FP32 of shape `scale_shape(x.shape, granularity)`.
+    """Return the amax of every group: FP32 of shape `scale_shape(x.shape, granularity)`.
 
-    A group that holds Inf or NaN has amax Inf (not NaN: an all-reduce MAX must carry it across ranks). An empty tensor
-    has amax 0.
+    Inf for a group with Inf or NaN (not NaN, which an all-reduce MAX may drop); 0 for an empty tensor.
     """
     shape = scale_shape(x.shape, granularity)
     if x.numel() == 0:
         return torch.zeros(shape, device=x.device)
-    # Before the conversion to FP32: half the memory for BF16, and exact, since a maximum rounds nothing.
+    # In x's dtype, which is exact, and of BF16 half the memory of FP32.
     amax = reduce_groups(torch.amax, x.detach().abs(), granularity)
     return amax.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def reduce_groups(reduce: Callable[..., torch.Tensor], x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Reduce the elements of every group to one, by torch.amax or torch.sum: of shape `scale_shape`."""
+    """Reduce every group by torch.amax or torch.sum; result of shape `scale_shape`."""
     if granularity == "tensor":
         return reduce(x.flatten(), -1)
     if granularity == "row":
@@ -68,17 +67,17 @@ def reduce_groups(reduce: Callable[..., torch.Tensor], x: torch.Tensor, granular
 
 
 def _per_run(reduce: Callable[..., torch.Tensor], x: torch.Tensor, size: int) -> torch.Tensor:
-    """Reduce [..., K] to [..., ceil(K/size)]: every `size` elements to one, and the ragged rest."""
+    """Reduce [..., K] to [..., ceil(K/size)], `size` elements to one."""
     full = x.shape[-1] // size * size
     groups = reduce(x[..., :full].unflatten(-1, (-1, size)), -1) if full else x[..., :0]
     return groups if full == x.shape[-1] else torch.cat([groups, reduce(x[..., full:], -1, keepdim=True)], -1)
 
 
 def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor:
-    """Return the dequantisation factors that bring `amax` to the format's largest value.
+    """Return the scales that map `amax` to the format's largest value: FP32 of amax's shape.
 
-    FP32 of amax's shape: 1 where amax is 0, NaN where it is not finite, never below SMALLEST_SCALE. Raises ValueError
-    for an unknown scale type, or one which no amax makes.
+    1 where amax is 0, NaN where it is not finite, at least SMALLEST_SCALE. Raises ValueError for scale types that are
+    unknown or not made from an amax.
     """
     check_scale_type(scale)
     kind, amax = SCALE_TYPES[scale], amax.float()
@@ -96,17 +95,17 @@ def scale_from_amax(amax: torch.Tensor, format: str, scale: str) -> torch.Tensor
 
 
 def exact_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
+    # Divided by a tensor: CUDA replaces division by a number with its rounded reciprocal.
     return (amax / torch.full_like(amax, largest)).clamp_min(SMALLEST_SCALE)
 
 
 def of_finite_groups(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the scales, 1 where all of the group is 0 and NaN where something is not finite."""
+    """Return the scales, but 1 where amax is 0 and NaN where it is not finite."""
     return torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, scale), torch.nan)
 
 
 def scales_for(x: torch.Tensor, format: str, granularity: str, scale: str) -> torch.Tensor:
-    """Return the scales of a cast of `x`: FP32 of shape `scale_shape(x.shape, granularity)`, as for `quantize`."""
+    """Return the scales of `x`: FP32 of shape `scale_shape(x.shape, granularity)`; arguments as of `quantize`."""
     kind = SCALE_TYPES[scale]
     if kind.from_numbers is not None:
         return kind.from_numbers(x, format, granularity)
@@ -116,17 +115,16 @@ def scales_for(x: torch.Tensor, format: str, granularity: str, scale: str) -> to
 
 
 def infinite_to_nan(x: torch.Tensor, scale: str) -> torch.Tensor:
-    """Return `x` for `cast`: Inf as NaN where it would saturate, under a scale that needs no amax."""
+    """Return `x` with Inf as NaN for scale types without amax, under which it would saturate."""
     return x if SCALE_TYPES[scale].needs_amax else x.detach().masked_fill(x.isinf(), torch.nan)
 
 
 def per_element(
     operation: Callable[..., torch.Tensor], x: torch.Tensor, scale: torch.Tensor, granularity: str
 ) -> torch.Tensor:
-    """Compute operation(x, the scale of each element), in the scale's dtype; `operation` is torch.mul or torch.div.
+    """Compute operation(x, scale of each element) in the scale's dtype; `operation` is torch.mul or torch.div.
 
-    Groups are a dimension of their own, along which their scale broadcasts: one scale per element in memory
-    would be four times the size of a BF16 x.
+    Scales broadcast along a dimension of groups; expanded, they would take twice the memory of a BF16 x.
     """
     if granularity in ("tensor", "row"):
         return operation(x.to(scale.dtype), scale)
@@ -143,29 +141,31 @@ def per_element(
     return result
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
-    """Return `x` in units of `scale`, rounded to nearest even and saturated; NaN where x or its scale is NaN.
+def quantize_with_scale(x: torch.Tensor, scale: torch.Tensor, format: str, granularity: str) -> torch.Tensor:
+    """Quantize `x` with given scales: round(x / scale) to nearest even, saturated; NaN where x or its scale is NaN.
 
-    FP8, or uint8 codes of a format with a codec, of x's shape.
+    Returns data of x's shape: FP8, or uint8 for formats with a codec.
     """
     target = FORMATS[format]
     in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), granularity)
     if target.codec is not None:
         return target.codec.encode(in_units)
-    # Clamped first: torch converts what is too large to NaN in E4M3 and to Inf in E5M2.
+    # torch converts larger values to NaN in E4M3 and to Inf in E5M2.
     return in_units.clamp_(-target.max, target.max).to(target.dtype)
 
 
-def decode(data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str | None = None) -> torch.Tensor:
-    """Return codes as numbers (scale 1), exact in FP32 and, where Format says so, in BF16.
+def dequantize_unscaled(
+    data: torch.Tensor, dtype: torch.dtype = torch.float32, format: str | None = None
+) -> torch.Tensor:
+    """Dequantize data with scale 1: exact in FP32 and, if Format.exact_in_bf16, in BF16.
 
-    `format` is that of uint8 codes; FP8 dtypes say theirs.
+    `format` is required for uint8 data only.
     """
     if data.dtype is torch.uint8:
         return FORMATS[format].codec.decode(data, dtype)
     if data.device.type != "cpu":
         return data.to(dtype)
-    # A look-up in the table of all 256 codes: on a CPU several times faster than torch's element-wise conversion.
+    # Table of all 256 bytes: on a CPU several times faster than torch's conversion.
     table = torch.arange(256, dtype=torch.uint8).view(format_of(data.dtype).dtype).to(dtype)
     return table.index_select(0, data.contiguous().view(torch.uint8).flatten().int()).view(data.shape)
 
@@ -175,31 +175,31 @@ def dequantize(
 ) -> torch.Tensor:
     """Return data * scale, rounded once to `dtype`."""
     if dtype is torch.bfloat16 and has_power_of_two_scales(scale_type) and FORMATS[format].exact_in_bf16:
-        # Both factors are exact in BF16, so the BF16 product is the FP32 product rounded once, in half the memory.
-        return per_element(torch.mul, decode(data, dtype, format), scale.to(dtype), granularity)
-    return per_element(torch.mul, decode(data, format=format), scale, granularity).to(dtype)
+        # Data and scale are exact in BF16: the BF16 product is the FP32 product rounded once, in half the memory.
+        return per_element(torch.mul, dequantize_unscaled(data, dtype, format), scale.to(dtype), granularity)
+    return per_element(torch.mul, dequantize_unscaled(data, format=format), scale, granularity).to(dtype)
 
 
-# Stochastic rounding, the same on every device: random bits are a hash of a key and an element's index.
-# The golden ratio, which parts neighbouring indices, and the two multipliers of the 32-bit integer hash "lowbias32"
+# Stochastic rounding, equal on all devices: the random bits are a hash of a key and an element's index.
+# The golden ratio, which spreads neighbouring indices, and the two multipliers of the 32-bit integer hash "lowbias32"
 # (Chris Wellons, Hash Prospector; public domain)
 MULTIPLIERS = (0x9E3779B1, 0x7FEB352D, 0x846CA68B)
 _WORD = 0xFFFFFFFF
 
 
 def random_key(*parts: int | str) -> int:
-    """Return 31 bits that depend on these 64-bit integers and names only, in every process and Python version."""
+    """Return a 31-bit hash of 64-bit integers and names, equal in all processes and Python versions."""
     # crc32 and not hash(), which differs between processes; 31 bits fit a signed argument of a kernel.
     return zlib.crc32(b"".join(p.encode() if isinstance(p, str) else struct.pack("q", p) for p in parts)) >> 1
 
 
 def uniform(index: torch.Tensor, key: int) -> torch.Tensor:
-    """Return for every index (int64) an FP32 number k / 65536 in [0, 1) that depends on it and the 31-bit `key` only.
+    """Return a random FP32 number k / 65536 in [0, 1) for every index (int64), a hash of it and the 31-bit `key`.
 
-    16 bits: added to an element in units of the grid, the sum is still exact.
+    16 bits, so that the sum with an element in units of its spacing is exact.
     """
     step, first, second = MULTIPLIERS
-    # int64 stands for the kernel's uint32: products of 32 bits overflow nothing that the mask keeps.
+    # int64 emulates the kernel's uint32: the mask drops the overflow.
     word = (index * step + key) & _WORD
     word = ((word ^ (word >> 16)) * first) & _WORD
     word = ((word ^ (word >> 15)) * second) & _WORD
@@ -207,7 +207,7 @@ def uniform(index: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def round_stochastically(x: torch.Tensor, draw: torch.Tensor, format: str) -> torch.Tensor:
-    """Round FP32 x to a format's grid, up or down so that its expectation stays; `draw` in [0, 1). NaN stays NaN."""
+    """Round FP32 x stochastically and unbiased to a format's numbers; `draw` in [0, 1). NaN stays NaN."""
     target = FORMATS[format]
     binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^e of every element
     spacing = (binade * torch.finfo(target.dtype).eps).clamp_min(target.smallest_subnormal)

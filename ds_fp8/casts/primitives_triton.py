@@ -1,9 +1,9 @@
-"""The parts of casting kernels in Triton: amax, scale, rounding, stores; primitives.py has the maths.
+"""Steps of quantization in Triton: amax, scale, rounding, stores; bitwise equal to primitives.py.
 
-Bit for bit what primitives.py computes. An amax travels as the bits of its float: magnitudes order like
-their bits, with NaN above Inf, so that a reduction of integers carries what is not finite.
+An amax is passed as the bits of its FP32 number, which order like magnitudes, NaN above Inf: integer reductions
+keep NaN.
 
-Layouts: data is contiguous, [M, K] row-wise and [K, M] column-wise. Scales of 1x128 are stored group-major ([K/128, M]
+Layouts: data is contiguous, [M, K] rowwise and [K, M] columnwise. Scales of 1x128 are stored group-major ([K/128, M]
 as memory, seen as [M, K/128]), as cuBLAS and TMA want them; 128x128 scales pad each row to a multiple of 4.
 """
 
@@ -19,26 +19,25 @@ from ds_fp8.casts.primitives import MULTIPLIERS
 from ds_fp8.casts.quantization import QuantizedTensor, block_scales
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, has_power_of_two_scales
 
-# Scales of a result: not wanted, one scale per 1x128 group, per tile, per row of the result, for all of it
+# Granularity of a result: none, a scale per 1x128 group, per tile, per row, per tensor
 NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
 MODES = {None: 0, "1x128": 1, "128x128": 2, "row": 3, "tensor": 4}
-# True where kernels are compiled, and may hold assembly: Triton's interpreter runs none
+# Whether kernels are compiled: Triton's interpreter runs no inline assembly
 COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 _STEP, _FIRST, _SECOND = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 
 @functools.lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of programs that run at once; a few in Triton's interpreter on a CPU."""
+    """Return the number of SMs; 4 in Triton's interpreter on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit
 def random_word(index, key):
-    """Return the 32 bits whose upper half `uniform` of primitives.py takes."""
-    # A counter-based generator: the same word for the same element wherever the kernel's tiles begin, and no state that
-    # programs would have to share. Multiply and xor-shift twice: an avalanche, so that neighbours have nothing in
-    # common.
+    """Return 32 random bits; `uniform` of primitives.py uses the upper half."""
+    # Counter-based: independent of the tiling, and without state. Two rounds of multiply and xor-shift decorrelate
+    # neighbouring indices.
     word = index.to(tl.uint32) * _STEP + key.to(tl.uint32)
     word = (word ^ (word >> 16)) * _FIRST
     word = (word ^ (word >> 15)) * _SECOND
@@ -47,13 +46,13 @@ def random_word(index, key):
 
 @triton.jit
 def magnitude_bits(x):
-    """Return magnitudes of FP32 `x` as their bits, which order like the numbers, with NaN above Inf."""
+    """Return the bits of |x| in FP32, which order like the numbers, NaN above Inf."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def larger(a, b):
-    """Return the larger of each two numbers, NaN beside a NaN."""
+    """Return the elementwise maximum, NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -61,17 +60,16 @@ def larger(a, b):
 def amax_bits(x, axis: tl.constexpr):
     """Return the bits of the largest magnitude along an axis, int32."""
     if COMPILED:
-        # Of floats: their maximum takes in magnitudes, which of integers are an instruction more.
+        # Float maximum includes abs; with integers it takes one instruction more.
         return tl.reduce(tl.abs(x), axis, larger).to(tl.int32, bitcast=True)
-    return tl.max(magnitude_bits(x), axis)  # the interpreter reduces by Python's functions one element at a time
+    return tl.max(magnitude_bits(x), axis)  # the interpreter runs tl.reduce element by element in Python
 
 
 @triton.jit
 def raise_amax(amax, bits, at, length, MODE: tl.constexpr):
-    """Raise int32 `amax` to the bits of a tile's rows `at` < length: an element a row (ROW), the first one (TENSOR)."""
+    """Atomic max of a tile's bits into int32 `amax`: per row `at` < length (ROW), or into element 0 (TENSOR)."""
     if MODE == ROW:
-        # Relaxed: nobody reads the amax before the next launch, which orders them. A maximum does not depend on the
-        # order in which programs arrive either, so the result is the same bits in every run.
+        # Relaxed: the amax is read in the next launch. Maxima do not depend on the order of programs: reproducible.
         tl.atomic_max(amax + at, bits, mask=at < length, sem="relaxed")
     elif MODE == TENSOR:
         tl.atomic_max(amax, tl.max(bits, 0), sem="relaxed")
@@ -79,9 +77,9 @@ def raise_amax(amax, bits, at, length, MODE: tl.constexpr):
 
 @triton.jit
 def reciprocal_of(x):
-    """Return 1 / x rounded to nearest even, x from 2^-126 up to 2^125: tl.div_rn without its guards."""
+    """Return 1 / x rounded to nearest even, for x from 2^-126 to 2^125: tl.div_rn without its guards."""
     if COMPILED:
-        # One step of Newton's: what CUDA does with these x.
+        # One Newton step, as CUDA does for these x.
         y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         return tl.fma(y, tl.fma(-x, y, tl.zeros_like(x) + 1.0), y)
     return tl.div_rn(tl.zeros_like(x) + 1.0, x)
@@ -89,9 +87,9 @@ def reciprocal_of(x):
 
 @triton.jit
 def over_largest(amax, largest: tl.constexpr):
-    """Return amax / largest rounded to nearest even, largest of 7 * 2^n; below 2^-126 maybe another subnormal number."""
+    """Return amax / largest rounded to nearest even, largest = 7 * 2^n; below 2^-126 possibly another subnormal."""
     if COMPILED:
-        # Markstein 1990: from the reciprocal rounded to nearest, right for all mantissas of amax.
+        # Markstein 1990: from the reciprocal rounded to nearest; verified for all mantissas of amax.
         inverse = tl.zeros_like(amax) + 1.0 / largest
         quotient = amax * inverse
         return tl.fma(tl.fma(-quotient, tl.zeros_like(amax) + largest, amax), inverse, quotient)
@@ -119,19 +117,19 @@ def scale_of(bits, largest: tl.constexpr, smallest_scale: tl.constexpr, POW2: tl
         scale = exponent.to(tl.float32, bitcast=True)
         reciprocal = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
     else:
-        # Not "/": the approximate division of the GPU differs from torch's in the last bit, and then the codes do.
+        # Not "/": approximate division differs from torch in the last bit, and then data would, too.
         scale = tl.maximum(over_largest(amax, largest), smallest_scale)
         scale = tl.where(bits == 0, 1.0, scale)
-        # One reciprocal a group, and a product an element: a division takes as long as the rest of a cast.
+        # One reciprocal per group and one product per element: a division each would double the time.
         reciprocal = reciprocal_of(scale)
     return tl.where(overflow, float("nan"), scale), tl.where(overflow, float("nan"), reciprocal)
 
 
 @triton.jit
 def to_fp8(x, reciprocal, dtype: tl.constexpr):
-    """Return x in units of its scale, rounded to nearest even; NaN stays NaN.
+    """Return x / scale rounded to nearest even; NaN stays NaN. `reciprocal` broadcasts, as from scale_of.
 
-    Nothing saturates: the amax that made the scale is at least |x|. `reciprocal` as from scale_of, broadcasting.
+    Nothing saturates: the scale is made from an amax of at least |x|.
     """
     return (x * reciprocal).to(dtype)
 
@@ -140,9 +138,9 @@ TRITON_DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 
 
 def format_arguments(format: str, scale: str) -> dict[str, object]:
-    """Return the compile-time arguments of every casting kernel."""
+    """Return the constexpr arguments of every quantizing kernel."""
     return {
-        # Kernels are compiled with a format that they do not cast to, too: some have no type here.
+        # Some kernels get formats that they do not write, which may have no Triton type.
         "DTYPE": TRITON_DTYPES.get(format, tl.float8e4nv),
         "LARGEST": FORMATS[format].max,
         "SMALLEST": SMALLEST_SCALE,
@@ -166,17 +164,17 @@ def store_cast(
     AXIS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
     POW2: tl.constexpr, EVEN: tl.constexpr,
 ):
-    """Cast a tile and store it in a result [num_across, num_along] whose contraction lies along `AXIS` of the tile.
+    """Quantize a tile and store it in a result [num_across, num_along] whose contraction is `AXIS` of the tile.
 
     tile: FP32, [across, along] where AXIS is 1, else [along, across], which are the indices of its elements in the
-    result. data, pitch: Codes, contiguous along the contraction, and their number from one row to the next. amax: Bits
-    of every row across (ROW) or of the whole tensor; not read by GROUP and TILE. scale_along, scale_across: Strides of
+    result. data, pitch: contiguous along the contraction, and its row stride. amax: bits
+    per row across (ROW) or of the tensor; not read by GROUP and TILE. scale_along, scale_across: Strides of
     the scales per group along, and per row across (TILE: per block of rows). EVEN: Whether the tile lies inside the
     result.
     """
-    #     bits[r]  = max over the group of |tile[r, :]|      GROUP and TILE: the tile holds whole groups
+    #     bits[r]  = max over the group of |tile[r, :]|      GROUP and TILE: the tile holds full groups
     #     scale, d = scale_of(bits)
-    #     codes    = round(tile / scale)                     row r of the result by its own scale
+    #     data     = round(tile / scale)
     if MODE == GROUP:
         bits = amax_bits(tile, AXIS)
     elif MODE == TILE:
@@ -187,19 +185,18 @@ def store_cast(
         bits = tl.load(amax) + tl.zeros_like(across)
     factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
     _store_scale(factor, along, across, num_across, scale, scale_along, scale_across, MODE)
-    codes = to_fp8(tile, tl.expand_dims(reciprocal, AXIS), DTYPE)
+    quantized = to_fp8(tile, tl.expand_dims(reciprocal, AXIS), DTYPE)
     if AXIS == 1:
-        # int64 before the product with a row's length: an operand of 2^31 elements is a batch of 16k tokens and a large
-        # head.
+        # int64: logits of 16k tokens and a large vocabulary have 2^31 elements.
         address = data + across[:, None].to(tl.int64) * pitch + along[None, :]
         inside = (across < num_across)[:, None] & (along < num_along)[None, :]
     else:
         address = data + across[None, :].to(tl.int64) * pitch + along[:, None]
         inside = (across < num_across)[None, :] & (along < num_along)[:, None]
     if EVEN:
-        tl.store(address, codes)
+        tl.store(address, quantized)
     else:
-        tl.store(address, codes, mask=inside)
+        tl.store(address, quantized, mask=inside)
 
 
 @triton.jit
@@ -210,10 +207,10 @@ def _store_scale(factor, along, across, num_across, scale, scale_along, scale_ac
     elif MODE == TILE:
         first = tl.min(across, 0)
         block = scale + group * scale_along + first // 128 * scale_across
-        # One lane writes it: the others would write the same number to the same place.
+        # One lane writes: all others have the same number and address.
         tl.store(block + tl.zeros_like(across), factor, mask=across == first)
     elif MODE == ROW:
-        # Programs of all groups along the row know it; the first of them writes it.
+        # All programs along the row have it; the first writes.
         tl.store(scale + across, factor, mask=(across < num_across) & (group == 0))
     else:
         tl.store(scale + tl.zeros_like(across), factor, mask=(across == 0) & (group == 0))
@@ -224,7 +221,7 @@ def store_cast_rowwise(
     x0, x1, x2, x3, first_m, k, M, K, data, pitch, scale, amax, scale_along, scale_across,
     MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Do store_cast along axis 1 for a whole tile given as for store_cast_columnwise."""
+    """store_cast along axis 1 for a full tile given as for store_cast_columnwise."""
     m = first_m + 4 * tl.arange(0, 32)
     store_cast(
         x0, k, m, K, M, data, pitch, scale, amax, scale_along, scale_across, 1, MODE, DTYPE, LARGEST, SMALLEST, POW2, True
@@ -245,16 +242,16 @@ def store_cast_columnwise(
     x0, x1, x2, x3, first_m, k, M, K, data, scale, amax, scale_along, scale_across,
     MODE: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Do store_cast along axis 0 for a whole tile given as its rows 4i, 4i + 1, 4i + 2 and 4i + 3, each [32, 128].
+    """store_cast along axis 0 for a full tile given as its rows 4i, 4i + 1, 4i + 2 and 4i + 3, each [32, 128].
 
-    Four codes that will lie side by side are packed into one word before they change places: transposing words costs a
-    quarter of transposing bytes. M is a multiple of 4.
+    Four bytes that become adjacent are packed into a word before the transpose, which costs a quarter of transposing
+    bytes. M is a multiple of 4.
     """
     if MODE == GROUP or MODE == TILE:
-        # Rows 4i .. 4i + 3 lie in four registers of one thread, so that the maximum of four rows costs no exchange, and
-        # the four codes of one column make one word:
-        #     word[i, k] = code(x0) | code(x1) << 8 | code(x2) << 16 | code(x3) << 24     tokens 4i .. 4i + 3 of column k
-        #     data[k, first_m / 4 + i] = word                                            four neighbours of the transposed row
+        # Rows 4i .. 4i + 3 are four registers of one thread: their maximum needs no shuffle, and the four bytes of a
+        # column make one word:
+        #     word[i, k] = byte(x0) | byte(x1) << 8 | byte(x2) << 16 | byte(x3) << 24     tokens 4i .. 4i + 3 of column k
+        #     data[k, first_m / 4 + i] = word                                            4 neighbours of the transpose
         bits = amax_bits(larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3))), 0)
         if MODE == TILE:
             bits = tl.max(bits, 0) + tl.zeros_like(k)
@@ -264,7 +261,7 @@ def store_cast_columnwise(
         bits = tl.load(amax) + tl.zeros_like(k)
     factor, reciprocal = scale_of(bits, LARGEST, SMALLEST, POW2)
     _store_scale(factor, first_m + tl.zeros_like(k), k, K, scale, scale_along, scale_across, MODE)
-    word = _four_codes(x0, x1, x2, x3, reciprocal[None, :], DTYPE)
+    word = _pack_four(x0, x1, x2, x3, reciprocal[None, :], DTYPE)
     # The result has rows of M bytes, M / 4 words: why M must be a multiple of 4.
     address = (
         data.to(tl.pointer_type(tl.int32))
@@ -275,10 +272,10 @@ def store_cast_columnwise(
 
 
 @triton.jit
-def _four_codes(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
-    """Return the codes of x0, x1, x2 and x3 as the bytes of an int32, x0's the lowest."""
-    # In assembly: ptxas 12.8 takes a shifted half of a pair of codes for the whole register and merges it with the
-    # stack pointer's bits, in FP32 casts along the tokens alone. A pair that goes into a word as it is has no shift.
+def _pack_four(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
+    """Return x0, x1, x2 and x3 in FP8 as the bytes of an int32, x0 the lowest."""
+    # In assembly: ptxas 12.8 miscompiles the shifted half of a packed FP8 pair (it merges bits of the stack pointer)
+    # for FP32 scales along the tokens. Pairs that are moved into a word unshifted are correct.
     if COMPILED:
         to_e4m3: tl.constexpr = DTYPE == tl.float8e4nv
         return tl.inline_asm_elementwise(
@@ -287,15 +284,15 @@ def _four_codes(x0, x1, x2, x3, reciprocal, DTYPE: tl.constexpr):
             dtype=tl.int32, is_pure=True, pack=1,
         )
     return (
-        _code(x0, reciprocal, DTYPE)
-        | _code(x1, reciprocal, DTYPE) << 8
-        | _code(x2, reciprocal, DTYPE) << 16
-        | _code(x3, reciprocal, DTYPE) << 24
+        _byte_of(x0, reciprocal, DTYPE)
+        | _byte_of(x1, reciprocal, DTYPE) << 8
+        | _byte_of(x2, reciprocal, DTYPE) << 16
+        | _byte_of(x3, reciprocal, DTYPE) << 24
     )
 
 
 @triton.jit
-def _code(x, reciprocal, DTYPE: tl.constexpr):
+def _byte_of(x, reciprocal, DTYPE: tl.constexpr):
     return to_fp8(x, reciprocal, DTYPE).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
@@ -312,15 +309,14 @@ def empty_result(
 ) -> QuantizedTensor | None:
     """Return an uninitialised QuantizedTensor [rows, columns] in the layout that kernels write and GEMMs read.
 
-    None without granularity; scales of no elements are 1. room: codes behind every row, whole blocks, in memory alone:
-    with "1x128" a view of a wider operand results.
+    None without granularity; scales of empty results are 1. room: padding after every row, in bytes, a multiple of 128:
+    with "1x128" the result is a view of a wider matrix.
     """
     if granularity is None:
         return None
     data = torch.empty(rows, columns + room, dtype=FORMATS[format].dtype, device=device)[:, :columns]
     if granularity == "1x128":
-        # Group-major: the scales of one group of all rows are contiguous, and a product's tile reads 128 of them at
-        # once.
+        # Group-major: scales of one group are contiguous along the rows, and a GEMM's tile reads 128 of them at once.
         factors = torch.empty(tiles(columns + room), rows, device=device).t()[:, : tiles(columns)]
     elif granularity == "128x128":
         # Rows of these scales are padded to multiples of 4: cuBLAS reads them 16 bytes at a time.

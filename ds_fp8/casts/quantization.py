@@ -1,7 +1,4 @@
-"""QuantizedTensor, and casts of tensors and matrices to FP8: in Triton on a GPU and in plain torch elsewhere.
-
-The bits are the same either way.
-"""
+"""QuantizedTensor, and quantize for tensors and matrices: Triton on a GPU, plain torch elsewhere, bitwise equal."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from packaging.version import Version
 
 from ds_fp8.casts import primitives
-from ds_fp8.casts.primitives import apply_factors, cast, infinite_to_nan, scales_for
+from ds_fp8.casts.primitives import apply_factors, infinite_to_nan, quantize_with_scale, scales_for
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import (
     BLOCK,
@@ -30,18 +27,18 @@ from ds_fp8.config.formats import (
 def block_scales(rows: int, columns: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Return uninitialised FP32 scales [rows, columns] of 128x128 blocks, in the layout that cuBLAS reads.
 
-    Rows lie a multiple of 4 floats apart; the view is what it seems, its storage a little larger.
+    Row strides are multiples of 4 floats: a view of a slightly larger storage.
     """
     return torch.empty(rows, -(-columns // 4) * 4, device=device)[:, :columns]
 
 
-def whole_blocks(columns: int) -> int:
+def round_up_to_blocks(columns: int) -> int:
     return -(-columns // BLOCK) * BLOCK
 
 
 def width_with_outliers(columns: int, channels: int) -> int:
-    """Return the length of the contraction with its outlier blocks."""
-    return whole_blocks(columns) + whole_blocks(2 * channels)
+    """Return the length of the contraction `columns` padded to blocks, with its outlier blocks."""
+    return round_up_to_blocks(columns) + round_up_to_blocks(2 * channels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +46,19 @@ class QuantizedTensor:
     """A tensor x stored as x ≈ data * scale.
 
     Raises:
-        ValueError: The shapes of data and scale do not belong together.
+        ValueError: The shape of scale does not fit data and granularity.
     """
 
-    data: torch.Tensor  # FP8, or uint8 codes of a format with a codec, the shape of x
-    scale: torch.Tensor  # FP32 dequantisation factors of shape `scale_shape(x.shape, granularity)`
+    data: torch.Tensor  # FP8, or uint8 for a format with a codec; shape of x
+    scale: torch.Tensor  # FP32, of shape `scale_shape(x.shape, granularity)`
     granularity: str
     scale_type: str = "fp32"  # a name of SCALE_TYPES; "pow2" promises that every scale is a power of two
-    format_name: str | None = None  # name of the format of uint8 codes; FP8 dtypes say theirs
+    format_name: str | None = None  # format of uint8 data; implied by FP8 dtypes
 
     def __post_init__(self) -> None:
         if self.format_name is None:
             format_of(self.data.dtype)
-        # Checked once here, so that products and decoding need not: wrong shapes would broadcast silently.
+        # Checked once here: in GEMMs and dequantize wrong shapes would broadcast silently.
         expected = scale_shape(self.data.shape, self.granularity)
         if tuple(self.scale.shape) != expected:
             raise ValueError(
@@ -70,14 +67,14 @@ class QuantizedTensor:
             )
 
     @classmethod
-    def of_bytes(cls, codes: torch.Tensor, scale: torch.Tensor, spec: CastSpec) -> QuantizedTensor:
-        """Return the tensor whose uint8 codes are these bytes."""
+    def of_bytes(cls, data: torch.Tensor, scale: torch.Tensor, spec: CastSpec) -> QuantizedTensor:
+        """Return the QuantizedTensor of uint8 data, with format, granularity and scale type of `spec`."""
         format = FORMATS[spec.format]
         name = None if format.codec is None else format.name
-        return cls(codes.view(format.dtype), scale, spec.granularity, spec.scale, name)
+        return cls(data.view(format.dtype), scale, spec.granularity, spec.scale, name)
 
     def __reduce__(self) -> tuple:
-        # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.
+        # torch cannot unpickle FP8 tensors from a plain pickle: pickled as bytes.
         data = self.data.view(torch.uint8), self.data.dtype
         return _from_bytes, (*data, self.scale, self.granularity, self.scale_type, self.format_name)
 
@@ -99,14 +96,14 @@ class QuantizedTensor:
         return self.data.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the numbers that this tensor stands for: data * scale, rounded once to `dtype`."""
+        """Return data * scale, rounded once to `dtype`."""
         return primitives.dequantize(self.data, self.scale, self.granularity, self.scale_type, dtype, self.format)
 
     def t(self) -> QuantizedTensor:
-        """Return the transposed matrix without casting again: bytes and scales are views of this tensor's.
+        """Return the transpose as a view of data and scale.
 
         Raises:
-            ValueError: For granularities whose groups lie along one dimension; transposed, they need new scales.
+            ValueError: The granularity has groups along one dimension: the transpose needs other scales.
         """
         if self.granularity == "tensor":
             return replace(self, data=self.data.t())
@@ -114,17 +111,17 @@ class QuantizedTensor:
             # A transposed block is a block: the same 128 x 128 elements share its scale.
             return replace(self, data=self.data.t(), scale=self.scale.t())
         raise ValueError(
-            f"a {self.granularity} cast cannot be transposed: cast the transposed high-precision tensor instead"
+            f"{self.granularity} cannot be transposed: quantize the transposed high-precision tensor instead"
         )
 
 
 def widened(q: QuantizedTensor, channels: int) -> QuantizedTensor | None:
-    """Return the operand with outlier blocks whose memory `q` [R, K] has left room in; None if it has left none."""
+    """Return `q` [R, K] with its outlier blocks, as a view over the padding of its rows; None without such padding."""
     rows, K = q.shape
     width = width_with_outliers(K, channels)
-    if q.data.stride(0) != width:  # only what left room for exactly these blocks lies so: rows are shorter than this
+    if q.data.stride(0) != width:  # the stride of rows with padding for exactly these blocks
         return None
-    # The memory behind each row belongs to the matrix (empty_result, `room`; ShardLayout.pitch). Nothing is copied.
+    # The padding of each row is part of the allocation (empty_result, `room`; ShardLayout.pitch).
     scale = q.scale.as_strided((len(q.scale), width // BLOCK), q.scale.stride())
     return replace(q, data=q.data.as_strided((rows, width), (width, 1)), scale=scale)
 
@@ -143,22 +140,22 @@ def quantize(
     column_factor: torch.Tensor | None = None,
     room: int = 0,
 ) -> QuantizedTensor:
-    """Cast a floating point tensor of any shape, with scales from its own amax.
+    """Quantize a floating point tensor of any shape, with scales from its own amax.
 
     Args:
         x: Floating point; a matrix for blocks such as "128x128" and for factors.
         format: A name of config.formats.FORMATS.
         granularity: Elements that share a scale: "tensor", "row" (the last dimension), "1x128" (128 elements along the
-            last dimension), "128x128", or groups and blocks of other sizes. Ragged edges are groups of their own.
+            last dimension), "128x128", or groups and blocks of other sizes. Ragged edges are separate groups.
         scale: A name of config.formats.SCALE_TYPES.
-        row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] before the cast.
+        row_factor: [M], multiplied in FP32 into the rows of a matrix [M, K] first.
         column_factor: [K], multiplied into its columns after that.
-        room: Codes, whole blocks, that kernels leave free behind every row of a matrix cast per 1x128, for outlier
-            blocks (outliers.py). The result is then a view of a wider operand; on a CPU it never is.
+        room: Padding after every row of a matrix with granularity "1x128", in bytes, a multiple of 128, for outlier
+            blocks (outliers.py): the result is a view of a wider matrix. Ignored on a CPU.
 
-    A group that holds Inf or NaN is NaN as a whole. Raises ValueError for unknown words and shapes that do not fit.
+    A group with Inf or NaN becomes NaN. Raises ValueError for unknown names and unsupported shapes.
     """
-    # Kernels take matrices. Leading dimensions are joined, which changes groups of 128x128 alone.
+    # Kernels take matrices: leading dimensions are flattened, which would change blocks of 128x128.
     if x.device.type == "cuda" and is_native(format, granularity, scale) and x.dim():
         if x.dim() == 2:
             return quantize_both(x, format, granularity, None, scale, row_factor, column_factor, room)[0]
@@ -179,7 +176,7 @@ def quantize_columnwise(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """Cast a matrix x [M, K] along its first dimension: quantize(x.t()), of shape [K, M], in one pass."""
+    """Quantize a matrix x [M, K] columnwise: quantize(x.t()), of shape [K, M], in one pass."""
     return quantize_both(x, format, None, granularity, scale, row_factor, column_factor)[1]
 
 
@@ -193,13 +190,13 @@ def quantize_both(
     column_factor: torch.Tensor | None = None,
     room: int = 0,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """Cast a matrix x [M, K] for both of its products in one pass: [M, K] along K and [K, M] along M.
+    """Quantize a matrix x [M, K] rowwise, [M, K], and columnwise, [K, M], in one pass.
 
-    Arguments are those of `quantize`, `room` of the first result; a result whose granularity is None is not made.
+    Arguments as of `quantize`, `room` for the rowwise result; None for a result whose granularity is None.
     """
     _check_words(format, scale)
     if x.dim() != 2:
-        raise ValueError(f"a cast along both dimensions needs a matrix, got shape {tuple(x.shape)}")
+        raise ValueError(f"rowwise and columnwise quantization needs a matrix, got shape {tuple(x.shape)}")
     native = all(granularity is None or is_native(format, granularity, scale) for granularity in (rowwise, columnwise))
     if x.device.type == "cuda" and native:
         from ds_fp8.casts.quantization_triton import quantize_tiles
@@ -209,23 +206,22 @@ def quantize_both(
     row = None if rowwise is None else _reference(x, format, rowwise, scale)
     if columnwise is None:
         return row, None
-    # Transposed before the cast: groups along M are then groups along the last dimension, as the reference has them.
+    # Transposed first: the reference has groups along the last dimension.
     return row, _reference(x.t().contiguous(), format, columnwise, scale)
 
 
 def transpose(q: QuantizedTensor, matrices: int = 1) -> QuantizedTensor:
-    """Return the transposed matrix with its bytes copied to lie contiguous along the other dimension.
+    """Return a contiguous copy of the transpose.
 
-    Where q stacks several matrices of equal shape along its rows, each is transposed: [matrices * K, M / matrices].
+    matrices: q is a stack of so many matrices along its rows, each transposed: [matrices * K, M / matrices].
     """
     if matrices == 1:
-        turned = q.t()
-        return replace(turned, data=_transposed(q.data))
+        return replace(q.t(), data=_transposed(q.data))
     if q.granularity != "tensor" and not is_of_blocks(q.granularity):
         q.t()  # raises
     scale = q.scale
     if scale.dim():
-        # Blocks of each matrix are transposed like its elements; which matrix is first does not change.
+        # Scales of each matrix are transposed like its data; the order of the matrices stays.
         scale = scale.unflatten(0, (matrices, -1)).transpose(1, 2).flatten(0, 1)
     return replace(q, data=_transposed(q.data.unflatten(0, (matrices, -1))).flatten(0, 1), scale=scale)
 
@@ -234,7 +230,7 @@ def _transposed(data: torch.Tensor) -> torch.Tensor:
     if data.device.type == "cuda":
         from ds_fp8.casts.quantization_triton import transpose_bytes
 
-        # Rows may lie apart, as those of weights with room for an outlier block; matrices of a stack may not.
+        # Rows may have padding, as of weights for an outlier block; stacks of matrices must be contiguous.
         return transpose_bytes(data if data.dim() == 2 and data.stride(1) == 1 else data.contiguous())
     return data.transpose(-2, -1).contiguous()
 
@@ -242,8 +238,8 @@ def _transposed(data: torch.Tensor) -> torch.Tensor:
 def _reference(x: torch.Tensor, format: str, granularity: str, scale: str) -> QuantizedTensor:
     factors = scales_for(x, format, granularity, scale)
     name = None if FORMATS[format].codec is None else format
-    codes = cast(infinite_to_nan(x, scale), factors, format, granularity)
-    return QuantizedTensor(codes, factors, granularity, scale, name)
+    data = quantize_with_scale(infinite_to_nan(x, scale), factors, format, granularity)
+    return QuantizedTensor(data, factors, granularity, scale, name)
 
 
 def _check_words(format: str, scale: str) -> None:
@@ -252,13 +248,13 @@ def _check_words(format: str, scale: str) -> None:
     check_scale_type(scale)
 
 
-# From here on Triton writes wrong bytes in transposed 1-byte stores beside min.NaN and max.NaN (triton#11111)
+# From this version on Triton miscompiles transposed 1-byte stores next to min.NaN and max.NaN (triton#11111)
 SUSPECT = Version("3.8")
 REMEDY = "pip install -c scripts/constraints-gpu.txt torch triton"
 
 
 def check_triton(device: torch.device) -> None:
-    """Compare every byte of small transposing casts, where the installed Triton may miscompile them; or UserError."""
+    """Raise UserError if the installed Triton miscompiles transposing kernels, found by running small ones."""
     version = _version()
     if device.type == "cuda" and version is not None and version >= SUSPECT and (wrong := wrong_casts(device)):
         raise UserError(f"Triton {version} miscompiles {', '.join(wrong)} on this GPU (triton#11111)", remedy=REMEDY)
@@ -273,10 +269,10 @@ def _version() -> Version | None:
 
 
 def wrong_casts(device: torch.device) -> list[str]:
-    """Return which transposing casts differ on a device from casts of the transposed matrix on the CPU."""
+    """Return which columnwise quantizations and transposes on a device differ from the CPU."""
     wrong = []
     generator = torch.Generator().manual_seed(0)
-    for shape in ((256, 384), (200, 136)):  # whole tiles, ragged ones
+    for shape in ((256, 384), (200, 136)):  # full tiles, ragged ones
         x = torch.randn(shape, generator=generator).to(torch.bfloat16)
         x[131, 7] = 0.0
         poisoned = x.clone()
@@ -289,15 +285,15 @@ def wrong_casts(device: torch.device) -> list[str]:
             _, columnwise = quantize_both(values.to(device), format, granularity, granularity, scale)
             expected = quantize(values.t().contiguous(), format, granularity, scale)
             if not _same(columnwise.data, expected.data) or not _same(columnwise.scale, expected.scale):
-                wrong.append(f"the cast along tokens in {format}, {granularity}, {scale} of {shape}")
+                wrong.append(f"columnwise quantization to {format}, {granularity}, {scale} of {shape}")
         blocks = quantize(x, "e4m3", "128x128", "pow2")
         on_device = quantize(x.to(device), "e4m3", "128x128", "pow2")
         if not _same(transpose(on_device).data, blocks.data.t().contiguous()):
-            wrong.append(f"the transposed copy of a weight of {shape}")
+            wrong.append(f"the transpose of a weight of {shape}")
     return wrong
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compare codes, or scales, as numbers with their signs: NaN has several codes."""
+    """Compare data or scales as numbers with signs: NaN has several bit patterns."""
     found, expected = (x.cpu().float().nan_to_num(nan=1e9) for x in (found, expected))
     return torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit())

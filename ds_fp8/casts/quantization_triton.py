@@ -1,13 +1,13 @@
 """quantize_both and transpose of quantization.py in Triton: every byte is read once, both results are written once.
 
-One program takes a tile of 128 x 128 elements, which holds whole groups of every fine granularity:
+One program quantizes a tile of 128 x 128 elements, full groups of 1x128 and 128x128:
 
-    x = x * row_factor[m] * column_factor[k]          (optional: RMSNorm, or the folded scales of a weight)
-    rowwise:     scale[m] = f(max_k |x|),  data[m, k] = cast(x / scale)        contraction k, for fprop and dgrad
-    columnwise:  scale[k] = f(max_m |x|),  data[k, m] = cast(x / scale)        contraction m (tokens), for wgrad
+    x = x * row_factor[m] * column_factor[k]          (optional: RMSNorm, or a weight's scales per row)
+    rowwise:     scale[m] = f(max_k |x|),  data[m, k] = round(x / scale)       contraction k, for fprop and dgrad
+    columnwise:  scale[k] = f(max_m |x|),  data[k, m] = round(x / scale)       contraction m (tokens), for wgrad
 
-1x128 and 128x128 find their amax inside the tile. `row` and `tensor` need all of x first: `_amax_tiles` reduces it to
-the amax of every row and column, then the same tile kernel casts with the scales of those.
+For 1x128 and 128x128 the amax is of the tile. `row` and `tensor` take two launches: `_amax_tiles` reduces x to the amax
+of rows and columns, then the tile kernel quantizes with their scales.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS: tl.co
         tile = tl.load(address).to(tl.float32)
     else:
         tile = tl.load(address, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-    # A bit each, known when compiled: without factors nothing is loaded for them. Rows first, as apply_factors does.
+    # FACTORS: a bit each. Rows first, as in apply_factors.
     if FACTORS & 1:
         tile *= tl.load(row_factor + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
     if FACTORS & 2:
@@ -63,11 +63,10 @@ def _cast_tiles(
 ):
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     first_m = tl.program_id(1) * 128
-    # A tile is loaded once and cast twice, from the same registers:
-    #     rows:     scale[m, group] = f(max_k |x|);  row_data[m, k]    = cast(x / scale)
-    #     columns:  scale[k, group] = f(max_m |x|);  column_data[k, m] = cast(x / scale)
-    # Every fourth row together, as store_cast_columnwise transposes them. TILE needs the maximum of all 128 rows at
-    # once.
+    # A tile is loaded once and quantized both ways:
+    #     rows:     scale[m, group] = f(max_k |x|);  row_data[m, k]    = round(x / scale)
+    #     columns:  scale[k, group] = f(max_m |x|);  column_data[k, m] = round(x / scale)
+    # Every fourth row, for store_cast_columnwise; TILE needs the maximum of all 128 rows.
     if EVEN and COLUMNWISE != NONE and ROWWISE != TILE:
         m = first_m + 4 * tl.arange(0, 32)
         x0 = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
@@ -110,7 +109,7 @@ def _amax_tiles(
     tile = load_tile(x, row_factor, column_factor, m, k, M, K, stride_m, FACTORS, EVEN)
     rows = amax_bits(tile, 1)
     raise_amax(row_amax, rows, m, M, ROWS)
-    # TENSOR takes the maximum of either reduction: the rows' is there already.
+    # For TENSOR either reduction will do.
     columns = rows
     if COLUMNS == ROW:
         columns = amax_bits(tile, 0)
@@ -119,16 +118,15 @@ def _amax_tiles(
 
 @triton.jit
 def _transpose_tiles(x, result, M, K, pitch, SIZE: tl.constexpr):
-    """Transpose the bytes of each matrix, [M, K] -> [K, M]; `pitch` bytes from one row to the next."""
-    # The third axis of the grid is the matrix; the product is in 64 bits, for stacks of experts pass 2^31 bytes.
+    """Transpose the bytes of each matrix, [M, K] -> [K, M]; row stride `pitch` bytes."""
+    # Grid axis 2 is the matrix; int64, for stacks of experts exceed 2^31 bytes.
     matrix = tl.program_id(2).to(tl.int64) * M
     x += matrix * pitch
     result += matrix * K
     k = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     m = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = (m < M)[:, None] & (k < K)[None, :]
-    # Both sides are contiguous in the tile's own direction; Triton exchanges the registers through shared memory
-    # between.
+    # Loads and stores are coalesced; Triton transposes in shared memory.
     tile = tl.load(x + m[:, None].to(tl.int64) * pitch + k[None, :], mask=inside)
     tl.store(result + k[None, :].to(tl.int64) * M + m[:, None], tile, mask=inside)
 
@@ -143,10 +141,7 @@ def quantize_tiles(
     column_factor: torch.Tensor | None = None,
     room: int = 0,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """Cast a matrix x [M, K] on the GPU: row-wise as [M, K], column-wise as [K, M]; None where its granularity is.
-
-    `room` is that of empty_result, of the row-wise cast.
-    """
+    """quantize_both on the GPU; `room` as of empty_result, for the rowwise result."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     M, K = x.shape
@@ -159,7 +154,7 @@ def quantize_tiles(
     source = (x, row_factor, column_factor, M, K, x.stride(0))
     row_amax = column_amax = None
     if {rowwise, columnwise} & {"row", "tensor"}:
-        # One allocation and one fill for both. Zero is the smallest amax, as the bits of an FP32 number.
+        # One allocation and fill for both; 0 is the bits of amax 0.
         row_amax, column_amax = torch.zeros(M + K, dtype=torch.int32, device=x.device).split([M, K])
         _amax_tiles[grid](
             *source, row_amax, column_amax, ROWS=MODES[rowwise], COLUMNS=MODES[columnwise], num_warps=8, **common
@@ -175,7 +170,7 @@ def quantize_tiles(
 
 
 def transpose_bytes(data: torch.Tensor) -> torch.Tensor:
-    """Return an FP8 matrix [M, K] of contiguous rows, or some contiguous [B, M, K], as contiguous [K, M] or [B, K, M]."""
+    """Transpose an FP8 matrix [M, K] with contiguous rows, or contiguous [B, M, K], into contiguous memory."""
     *matrices, M, K = data.shape
     result = torch.empty(*matrices, K, M, dtype=data.dtype, device=data.device)
     if data.numel():

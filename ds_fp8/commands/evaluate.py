@@ -5,9 +5,9 @@ ds-fp8 evaluate served my_stage.json --set data.path=my.jsonl       an export in
 ds-fp8 evaluate served --tasks gsm8k,hellaswag --out served.json          needs pip install "lm_eval[hf]"
 
 FOLDER is any model that transformers loads: BF16, block-scaled FP8 or compressed-tensors. One with FP8 weights is
-evaluated as a server computes with it: linear layers multiply the stored codes with inputs cast as its config.json
-says, on GPUs and on CPUs. One in BF16 is evaluated without casts and, as `loss_as_trained`, with those of the stage's
-"fp8" section (not with --set fp8.enabled=false). Its own tokenizer reads the
+evaluated as a server computes with it: linear layers multiply the stored weights with inputs quantized by its
+config.json, on GPUs and on CPUs. One in BF16 is evaluated without casts and, as `loss_as_trained`, with those of the
+stage's "fp8" section (not with --set fp8.enabled=false). Its own tokenizer reads the
 data, with the chat template that the stage gives it. Exact match is measured where the data has known answers. With
 the run's --gpus a batch has the run's rows, and the loss is that of the rows of its final_loss. What is printed goes to
 --out as JSON.

@@ -7,7 +7,7 @@
     ds-fp8 export runs/lora served                    of adapters: their model, merged, cast from its BF16 weights
     ds-fp8 export folder served                       any model in BF16; or one in FP8 with --format bf16
 
-FP8 codes are cast from the FP32 masters as training cast them; a folder's as --deepspeed_config or "fp8": {} say.
+FP8 weights are quantized from the FP32 masters as in training; a folder's as --deepspeed_config or "fp8": {} say.
 """
 
 from __future__ import annotations

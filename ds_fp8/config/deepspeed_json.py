@@ -22,7 +22,7 @@ from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import read_config
 from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.config.presets import with_preset
-from ds_fp8.config.schema import Section, nearest, parse_section, shown, wrong_value
+from ds_fp8.config.schema import Section, clipped_repr, nearest, parse_section, wrong_value
 
 TRAIN_BATCH, MICRO_BATCH, ACCUMULATION = (
     "train_batch_size",
@@ -34,24 +34,24 @@ Dtype = Literal["fp32", "float32", "float", "fp16", "float16", "half", "bf16", "
 
 @dataclass(frozen=True)
 class Configuration:
-    """A DeepSpeed configuration as this package reads it. Sections are parsed when they are first asked for."""
+    """A DeepSpeed configuration; sections are parsed on first use."""
 
     values: Mapping[str, Any]  # the JSON, as it was given
     file: str | None = None  # its file, for errors
-    auto: frozenset[str] = frozenset()  # dotted keys left out of `values`, that another program fills in
+    auto: frozenset[str] = frozenset()  # dotted keys with "auto", not in `values`
 
     @classmethod
     def read(cls, given: str | os.PathLike | Mapping[str, Any]) -> Configuration:
-        """Read what deepspeed.initialize takes: a mapping, a JSON file, or JSON in base64."""
+        """Read a configuration as deepspeed.initialize does: a mapping, a JSON file, or JSON in base64."""
         return cls(*read_config(given))
 
     @cached_property
     def fp8(self) -> FP8Config:
-        """Return the "fp8" section; disabled where there is none. Raises UserError for what it may not contain."""
+        """Return the "fp8" section, disabled if absent. Raises UserError for invalid ones."""
         return parse_fp8(self.values, self.file)
 
     def with_preset(self, name: str) -> Configuration:
-        """Return this configuration with a preset for what its "fp8" section leaves open."""
+        """Return this configuration with `name` as default preset."""
         return Configuration({**self.values, "fp8": with_preset(self.values["fp8"], name)}, self.file)
 
     @cached_property
@@ -60,7 +60,7 @@ class Configuration:
 
         Those must fit the number of ranks, which is not known before a process group exists.
         """
-        # Copied: DeepSpeed changes the dictionary that it is given.
+        # Copied: DeepSpeed modifies the dictionary.
         judged = copy.deepcopy(dict(self.values)) | {MICRO_BATCH: 1, ACCUMULATION: 1}
         judged.pop(TRAIN_BATCH, None)
         mistakes: list[UserError] = []
@@ -72,7 +72,7 @@ class Configuration:
             parsed = DeepSpeedConfig(judged)
         except Exception as whole:
             seen = {error.key.partition(".")[0] for error in mistakes}
-            # Each section alone, beside a batch size that is right: messages name the key inside a section only.
+            # One section at a time, with a valid batch size: messages name the key within a section only.
             for key in sorted(self.values.keys() & known_keys() - {TRAIN_BATCH, MICRO_BATCH, ACCUMULATION} - seen):
                 try:
                     DeepSpeedConfig({MICRO_BATCH: 1, key: copy.deepcopy(self.values[key])})
@@ -119,8 +119,8 @@ class Configuration:
         # The key itself, where DeepSpeed names it: the first one in its sentence.
         named = [key for key in section_of(self.values, section) if key in words and key != "enabled"]
         key = ".".join(filter(None, [section, min(named, key=words.index, default="")]))
-        if isinstance(error, (AttributeError, TypeError)) and section:  # Python's words alone say little
-            words = f'"{section}" cannot be {shown(self.values.get(section))} ({words})'
+        if isinstance(error, (AttributeError, TypeError)) and section:  # Python's message alone says little
+            words = f'"{section}" cannot be {clipped_repr(self.values.get(section))} ({words})'
         problem, remedy = f"DeepSpeed refuses the configuration: {words}", "change or remove the key that it names"
         return [UserError(problem, key=key, file=self.file, remedy=remedy)]
 
@@ -130,12 +130,12 @@ class Configuration:
 
     @property
     def optimizer_device(self) -> str:
-        """Return where the optimizer's state is kept: "none" for the device, "cpu" or "nvme"."""
+        """Device of optimizer offload: "none", "cpu" or "nvme"."""
         return _device(self.zero.offload_optimizer)
 
     @property
     def parameter_device(self) -> str:
-        """Return where parameter shards are kept: "none" for the device, "cpu" or "nvme"."""
+        """Device of parameter offload: "none", "cpu" or "nvme"."""
         return _device(self.zero.offload_param)
 
     @property
@@ -144,7 +144,7 @@ class Configuration:
 
     @property
     def optimizer_type(self) -> str:
-        """Return the optimizer's name in lower case, "" where there is none."""
+        """Name of the optimizer in lower case, "" without one."""
         return str(self.given("optimizer", "type") or "").lower()
 
     @property
@@ -212,7 +212,7 @@ class ActivationCheckpointing(_Values):
 
 
 class DeepSpeedValues(_Values):
-    """Plain values of a DeepSpeed configuration, and sections without a model of DeepSpeed's own."""
+    """Values of a DeepSpeed configuration, and sections for which DeepSpeed has no model."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -247,7 +247,7 @@ class DeepSpeedValues(_Values):
 
 
 class _KeyRecorder(dict):
-    """A config that notes which top-level keys are asked for."""
+    """A dict that records which keys are read."""
 
     def __init__(self, values: dict, asked: set[str]):
         super().__init__(values)
@@ -276,7 +276,7 @@ class _KeyRecorder(dict):
 def known_keys() -> frozenset[str]:
     """Return the top-level keys the installed DeepSpeed reads, found by letting it read a config."""
     asked: set[str] = set()
-    # Asked of the installed version rather than listed here: each version reads other keys.
+    # From the installed version: keys differ between versions.
     DeepSpeedConfig(_KeyRecorder({MICRO_BATCH: 1}, asked))
     return frozenset(asked)
 
@@ -290,7 +290,7 @@ def _explain(error: ValidationError, mistake: Any, section: str) -> UserError:
         # worse than none.
         known = {field.alias or name for name, field in model.model_fields.items()} if model and len(path) == 1 else ()
         return UserError(
-            f"DeepSpeed does not know the key {shown(dotted)}",
+            f"DeepSpeed does not know the key {clipped_repr(dotted)}",
             key=clipped(dotted),
             remedy=nearest(path[-1], known) or "remove it",
         )

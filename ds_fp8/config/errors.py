@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 # Exit codes of a run: they say whether starting it again helps.
 EXIT_DONE = 0
-EXIT_FAILED = 1  # a rank raised an exception: the same command would most likely fail again
+EXIT_FAILED = 1  # a rank raised an exception: the same command will probably fail again
 EXIT_USER_ERROR = 2  # a mistake in a configuration, a path or a hostfile: the message says what to change
 EXIT_LOST = 75
 """A rank, a host or a link was lost, or nothing moved for train.timeout: the same command resumes (EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 143  # asked to stop (128 + SIGTERM): a checkpoint is saved, and the same command resumes
 EXIT_KEYBOARD = 130  # 128 + SIGINT, as a shell reports it
-_RANK_0_SAYS = 10  # seconds that other ranks wait: the launcher ends the whole job as soon as one leaves
+_RANK_0_SAYS = 10  # seconds that other ranks wait for rank 0's message: the launcher ends the job when one rank exits
 
 
 def clipped(text: str, length: int = 200) -> str:
@@ -31,7 +31,7 @@ def clipped(text: str, length: int = 200) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where there is none."""
+    """Return the first line of an error's message, or its type."""
     return clipped(next(iter(str(error).strip().splitlines()), type(error).__name__))
 
 
@@ -49,7 +49,7 @@ class UserError(Exception):
 
     def __init__(self, problem: str, *, remedy: str = "", key: str = "", file: str | os.PathLike | None = None):
         self.problem, self.remedy, self.key, self.file = problem, remedy, key, file
-        self.others: tuple[UserError, ...] = ()  # more mistakes found with this one
+        self.others: tuple[UserError, ...] = ()  # found at the same time
         super().__init__(problem)
 
     @property
@@ -67,11 +67,11 @@ class UserError(Exception):
             lines.append(f"  key:    {clipped(self.key)}")
         if self.remedy:
             lines.append(f"  remedy: {clipped(self.remedy, 1000)}")
-        # What users write may hold what no terminal can show.
+        # Users' text may not be printable.
         return "\n".join(lines).encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
     def located(self, file: str | os.PathLike | None) -> UserError:
-        """Return the same error with its file filled in, for code that knows the file only further out."""
+        """Return the error with `file` set, for callers that know the file."""
         self.file = self.file or file
         return self
 
@@ -83,7 +83,7 @@ def joined(errors: Sequence[UserError]) -> UserError:
 
 
 def results_of(*checks: Callable[[], Any]) -> list[Any]:
-    """Return what every check returns, in order; raise the mistakes of all that fail as one UserError."""
+    """Run all checks and return their results; raise the errors of all that fail as one UserError."""
     results, mistakes = [], []
     for check in checks:
         try:
@@ -109,7 +109,7 @@ _OF_ANYTHING = {
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
-"""Remedies of what the file system refuses whatever the path."""
+"""Remedies for errors of the file system that do not depend on the path."""
 _OF_A_PATH = (
     *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
     *(errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EIO, errno.ESTALE),
@@ -117,11 +117,11 @@ _OF_A_PATH = (
 
 
 def as_user_error(error: Exception) -> UserError | None:
-    """Return an error as the user's: a UserError itself, or what the file system refused; None for any other."""
+    """Return a UserError, or an error of the file system as one; None for others."""
     if isinstance(error, UserError):
         return error
     remedy = _OF_ANYTHING.get(error.errno) if isinstance(error, OSError) else None
-    # Without a name it may be a socket's or a pipe's error, which no change of a path mends.
+    # Without a file name it may be of a socket or pipe.
     if not remedy and not (isinstance(error, OSError) and error.errno in _OF_A_PATH and error.filename is not None):
         return None
     named = isinstance(error.filename, (str, bytes, os.PathLike))
@@ -130,7 +130,7 @@ def as_user_error(error: Exception) -> UserError | None:
 
 
 def show_without_traceback() -> None:
-    """Let a UserError that a program does not catch end it with its screen alone, said by one rank."""
+    """Print uncaught UserErrors without traceback, on one rank."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _say
 
@@ -164,5 +164,5 @@ def main_entry(main: Callable[[], int | None]) -> None:
         else:
             time.sleep(_RANK_0_SAYS)
         sys.stdout.flush()
-        # Not sys.exit: other ranks may be waiting in a collective, and torch's clean-up would wait for them.
+        # Not sys.exit: torch's clean-up would wait for ranks in a collective.
         os._exit(EXIT_USER_ERROR)

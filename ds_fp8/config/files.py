@@ -1,4 +1,4 @@
-"""Reading configurations: JSON files, what DeepSpeed reads besides (comments, trailing commas, base64), and --set."""
+"""Reading configurations: JSON, also with comments or trailing commas or in base64 as DeepSpeed does, and --set."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import hjson
 
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.presets import AXES, as_section
-from ds_fp8.config.schema import shown
+from ds_fp8.config.schema import clipped_repr
 
 MAX_BYTES = 4 << 20
-MAX_DEPTH = 32  # levels of objects and lists in one another: Python copies and prints nested values recursively
+MAX_DEPTH = 32  # nesting levels: Python copies and prints recursively
 MAX_INTEGER = 2**63 - 1
 
 
@@ -32,10 +32,10 @@ def read_config(config: str | os.PathLike | Mapping[str, Any]) -> tuple[dict[str
         return copy.deepcopy(dict(config)), None
     if isinstance(config, str) and not os.path.exists(config):
         try:
-            # DeepSpeed takes base64 in place of a file name.
+            # DeepSpeed accepts base64 in place of a file name.
             return parse_json(base64.urlsafe_b64decode(config).decode()), None
         except (ValueError, UserError):
-            pass  # not an encoded configuration but the name of a file, which is missing
+            pass  # not base64: the name of a missing file
     return read_json(config), os.fspath(config)
 
 
@@ -45,7 +45,7 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
         path = Path(file)
         if path.exists() and not path.is_file():
             raise UserError("the configuration is not a file", file=file, remedy="give a JSON file")
-        # Before it is read: a wrong path may name a checkpoint of many gigabytes.
+        # First: a wrong path may be a checkpoint of many GB.
         if path.stat().st_size > MAX_BYTES:
             raise UserError(
                 f"the configuration has more than {MAX_BYTES:,} bytes", file=file, remedy="give a DeepSpeed JSON"
@@ -56,7 +56,7 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
         raise UserError(
             "the configuration file does not exist", file=clipped(os.fspath(file)), remedy="check the path"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or an invalid file name
         raise UserError(
             f"the configuration file cannot be read: {clipped(str(error))}",
             file=clipped(os.fspath(file)),
@@ -87,7 +87,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     path = dotted.strip().split(".")
     if not equals or not all(path) or len(path) > MAX_DEPTH:
-        raise UserError(f"--set {shown(override)} is not KEY=VALUE", remedy="--set train.steps=50")
+        raise UserError(f"--set {clipped_repr(override)} is not KEY=VALUE", remedy="--set train.steps=50")
     try:
         value = _parse(text)
     except _NotJson:
@@ -96,10 +96,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         raise UserError("the value of --set is nested too deeply", key=dotted, remedy="give a plain value") from None
     except json.JSONDecodeError:
         value = text
-    except ValueError:  # Python reads no integer of thousands of digits
+    except ValueError:  # an integer of thousands of digits
         raise UserError("the value of --set is too large a number", key=dotted, remedy="give a smaller one") from None
     check_plain(value, dotted)
-    # The key as well as the value: it comes from a command line, and is printed in errors.
+    # The key, too: it is user input, and printed in errors.
     check_plain(path)
     if path[0] == "fp8" and len(path) > 1:
         raw["fp8"] = _opened(raw.get("fp8", {}), path[1:])
@@ -108,7 +108,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         inner = inner.setdefault(name, {})
         if not isinstance(inner, dict):
             raise UserError(
-                f'--set {dotted}: "{".".join(path[: depth + 1])}" is {shown(inner)}, which has no keys',
+                f'--set {dotted}: "{".".join(path[: depth + 1])}" is {clipped_repr(inner)}, which has no keys',
                 key=dotted,
                 remedy="set the value itself, or give the section as JSON",
             )
@@ -123,13 +123,13 @@ def _opened(section: Any, path: list[str]) -> Any:
 
 
 def check_plain(value: Any, key: str = "") -> None:
-    """Refuse what JSON can hold and no setting can be.
+    """Refuse JSON values that no setting accepts.
 
     Raises:
         UserError: a number that is not finite or takes more than 64 bits, text that is not Unicode or has a NUL, or
             more than MAX_DEPTH levels. It names the key.
     """
-    # An explicit stack, since nested input could exhaust recursion.
+    # An explicit stack: no recursion limit.
     waiting: list[tuple[str, Any, int]] = [(key, value, 0)]
     while waiting:
         key, value, depth = waiting.pop()
@@ -153,7 +153,9 @@ def check_plain(value: Any, key: str = "") -> None:
             wrong = wrong or (isinstance(value, int) and abs(value) > MAX_INTEGER)
             remedy = "give a finite number of at most 64 bits"
         if wrong:
-            raise UserError(f"{shown(value)} is not a valid value", key=ascii(clipped(key)).strip("'"), remedy=remedy)
+            raise UserError(
+                f"{clipped_repr(value)} is not a valid value", key=ascii(clipped(key)).strip("'"), remedy=remedy
+            )
 
 
 def _parse(text: str) -> Any:
@@ -172,7 +174,7 @@ def _parse_hjson(text: str, json_error: Exception, file: str | os.PathLike | Non
         if isinstance(json_error, json.JSONDecodeError) and text[json_error.pos : json_error.pos + 1] in ("/", "#"):
             json_error = error
     except (ValueError, ArithmeticError, LookupError, TypeError, RecursionError):
-        pass  # hjson fails in its own ways at numbers and at nesting; what JSON says of them is clearer
+        pass  # json's error is clearer than hjson's
     raise _explained(json_error, file) from None
 
 
@@ -213,10 +215,10 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def check_writable(folder: Path, key: str = "") -> None:
-    """Check that `folder` is there or can be made, and can be written to, without making it."""
+    """Check that `folder` exists or can be created, and is writable, without creating it."""
     try:
         there = folder
-        # The folder itself need not exist yet: its nearest existing parent decides.
+        # By its nearest existing parent.
         while not there.exists():
             os.fsencode(there)
             if there.is_symlink():  # to nowhere, or to itself
@@ -234,6 +236,6 @@ def check_writable(folder: Path, key: str = "") -> None:
 
 
 def model_of_run(folder: Path) -> Path | None:
-    """Return the model that `ds-fp8 train` has left in a run's folder (train/run_folder.py); None for other folders."""
+    """Return the model folder in a run folder of `ds-fp8 train` (train/run_folder.py); None for other folders."""
     model = folder / "model"
     return model if (folder / "run.lock").is_file() and (model / "config.json").is_file() else None

@@ -1,14 +1,14 @@
-"""Number formats, granularities and scale types: definitions only, no arithmetic.
+"""Number formats, granularities and scale types: definitions, no arithmetic.
 
-A cast is described by three words, which are also what a user writes in the JSON:
+A cast has three properties, which are keys of the JSON:
 
     format        how one element is stored        e4m3 | e5m2
     granularity   which elements share a scale     tensor | row | 1x128 | 128x128
     scale         what values a scale may take     fp32 | pow2
 
-This is what Hopper multiplies; ds_fp8.research registers more formats and scales, and takes groups and blocks of other
-sizes (registry.py). "fp32" is amax / (largest number of the format); "pow2" is "fp32" rounded up to a power of two:
-nothing overflows, and multiplying by it is exact.
+These are what Hopper's tensor cores support; ds_fp8.research registers more formats and scales, and other sizes of
+groups (registry.py). "fp32" is amax / (largest number of the format); "pow2" is "fp32" rounded up to a power of two,
+which cannot overflow and multiplies exactly.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Granularity = Literal["tensor", "row", "1x128", "128x128"]
 ScaleName = Literal["fp32", "pow2"]
 NATIVE_FORMATS: tuple[str, ...] = get_args(FormatName)
 NATIVE_GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-NATIVE_SCALES: tuple[str, ...] = get_args(ScaleName)  # what kernels cast and tensor cores multiply
+NATIVE_SCALES: tuple[str, ...] = get_args(ScaleName)  # supported by kernels and tensor cores
 
 BLOCK = 128  # elements along one side of a `1x128` group or a `128x128` block
 
 SMALLEST_SCALE = 2.0**-126
-"""Scales never fall below FP32's smallest normal number: GPUs flush subnormal quotients to zero."""
+"""The smallest normal FP32 number: GPUs flush subnormal quotients to zero."""
 
 
 class Codec(Protocol):
-    """Casts to and from the uint8 codes of a format that torch has no dtype for."""
+    """Quantizes to and from uint8, for formats without a torch dtype."""
 
     def encode(self, x: torch.Tensor, draw: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the codes of FP32 numbers: nearest, saturated; with draws from [0, 1) rounded at random, unbiased."""
+        """Return FP32 `x` as uint8: to nearest, saturated; with draws from [0, 1) stochastic and unbiased."""
 
-    def decode(self, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the numbers of codes."""
+    def decode(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantize uint8 data."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Format:
     """A number format: the storage of one element of a tensor."""
 
     name: str
-    dtype: torch.dtype  # uint8 for codes that torch has no dtype for
-    max: float  # largest finite magnitude; casts saturate here
+    dtype: torch.dtype  # uint8 without a torch dtype
+    max: float  # largest finite number; saturates
     smallest_subnormal: float
-    codec: Codec | None = None  # casts of codes that torch has no dtype for
-    exact_in_bf16: bool = True  # whether every number of the format is one of BF16
+    codec: Codec | None = None  # for uint8
+    exact_in_bf16: bool = True  # whether BF16 represents all numbers
 
 
 FORMATS = {
@@ -65,15 +65,15 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class ScaleType:
-    """What values the scales of a cast may take."""
+    """A type of scales."""
 
-    powers_of_two: bool = False  # whether all of them are powers of two
-    multiplied: bool = True  # whether products on tensor cores take such scales
-    needs_amax: bool = True  # False: the scale is known before any number is. What is too large saturates then.
+    powers_of_two: bool = False  # whether all scales are
+    multiplied: bool = True  # whether GEMMs on tensor cores support it
+    needs_amax: bool = True  # False: constant scales, with saturation
     from_amax: Callable[[torch.Tensor, str], torch.Tensor] | None = None
-    """The scales from the amax of all groups of one tensor, and a format's name; None: those of casts/primitives.py."""
+    """Scales from (amax of all groups of a tensor, format); None: scale_from_amax of casts/primitives.py."""
     from_numbers: Callable[[torch.Tensor, str, str], torch.Tensor] | None = None
-    """The scales from the numbers, a format's name and a granularity, where they do not follow from an amax."""
+    """Scales from (tensor, format, granularity), if not made from an amax."""
 
 
 SCALE_TYPES = {"fp32": ScaleType(), "pow2": ScaleType(powers_of_two=True)}
@@ -89,7 +89,7 @@ def check_scale_type(scale: str) -> None:
 
 
 def is_native(format: str, granularity: str, scale: str) -> bool:
-    """Return whether kernels cast like this; all other casts are torch's."""
+    """Return whether kernels support a cast; torch quantizes otherwise."""
     return format in NATIVE_FORMATS and granularity in NATIVE_GRANULARITIES and scale in NATIVE_SCALES
 
 
@@ -105,18 +105,18 @@ def group_shape(granularity: str) -> tuple[int, int]:
 
 
 def is_of_groups(granularity: str) -> bool:
-    """Return whether elements share a scale with neighbours along the rows alone, as in 1x128."""
+    """Return whether groups lie along rows, as in 1x128."""
     return granularity.startswith("1x")
 
 
 def is_of_blocks(granularity: str) -> bool:
-    """Return whether elements share a scale in square blocks, which a transposed matrix keeps, as in 128x128."""
+    """Return whether groups are square blocks, as in 128x128, which a transpose keeps."""
     return "x" in granularity and not is_of_groups(granularity)
 
 
 @dataclass(frozen=True)
 class CastSpec:
-    """The cast of a matrix: format, granularity and scale type. ds_fp8.research has casts with more to them."""
+    """The cast of a matrix: format, granularity and scale type; subclassed in ds_fp8.research."""
 
     format: str = "e4m3"
     granularity: str = "1x128"
@@ -127,7 +127,7 @@ class CastSpec:
 
     @property
     def emulated(self) -> bool:
-        """Return whether only the reference multiplies such operands."""
+        """Whether only the backend "reference" multiplies such operands."""
         native = self.format in NATIVE_FORMATS and self.granularity in NATIVE_GRANULARITIES
         return not (native and SCALE_TYPES[self.scale].multiplied)
 
@@ -137,18 +137,15 @@ class CastSpec:
 
     @property
     def why_not_gathered(self) -> str | None:
-        """Return why ranks cannot cast their shards of a weight like this, or None where they can.
-
-        The gathered bytes serve a weight's both products.
-        """
+        """Return why shards of a weight cannot be quantized so for the all-gather, or None."""
         return None
 
     def why_not_sharded(self, numel: int, columns: int) -> str | None:
-        """Return why parts of `numel` elements of a weight of so many columns cannot be cast one by one, or None."""
+        """Return why parts of `numel` elements of a weight with `columns` cannot be quantized separately, or None."""
         return None
 
     def before_cast(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of a shard, flat, as they are cast."""
+        """Transform a flat shard before quantization."""
         return numbers
 
     def in_granularity(self, granularity: str) -> CastSpec:
@@ -170,7 +167,7 @@ def scale_shape(shape: tuple[int, ...] | torch.Size, granularity: str) -> tuple[
     128x128 [M, K] -> [ceil(M/128), ceil(K/128)]; others alike. Ragged last groups and blocks have separate scales.
 
     Args:
-        shape: Shape of the tensor that is cast.
+        shape: Shape of the tensor.
         granularity: Elements that share a scale.
     """
     shape = tuple(shape)
@@ -182,7 +179,7 @@ def scale_shape(shape: tuple[int, ...] | torch.Size, granularity: str) -> tuple[
         raise ValueError(f"granularity {granularity!r} needs at least one dimension, got a scalar")
     if granularity == "row":
         return (*shape[:-1], 1)
-    # Groups along the last dimension fit tensors of any rank; blocks need a matrix.
+    # 1xN supports any number of dimensions; blocks need a matrix.
     if rows == 1:
         return (*shape[:-1], math.ceil(shape[-1] / columns))
     if len(shape) != 2:

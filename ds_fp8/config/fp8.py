@@ -27,59 +27,56 @@ from ds_fp8.config.schema import Section, as_mapping, parse_section
 
 
 class ActivationsConfig(Section):
-    """Activations kept for backward by FP8 linears and by the gated MLPs between them."""
+    """Activations that FP8 linears and gated MLPs save for backward."""
 
     save: Literal["fp8", "bf16"] = "fp8"
-    """Inputs of linears, gate and up of gated MLPs, kept for backward: cast, or in BF16 and cast in backward."""
+    """Format in which inputs of linears, and gate and up of gated MLPs, are saved for backward."""
     recompute: Literal["none", "mlp"] = "none"
-    """mlp: gated MLPs compute gate and up again in backward. For whole layers use the model's
-    gradient_checkpointing."""
+    """mlp: gated MLPs recompute gate and up in backward. For complete layers use the model's gradient_checkpointing."""
     keep_attention: bool = False
-    """Layers recomputed by gradient_checkpointing keep what attention returns, and run its forward once, for [long
+    """Layers recomputed by gradient_checkpointing save the output of attention and run its forward once, for [long
     rows](long_context.md#memory).
 
-    2 bytes x tokens x hidden size a layer, 1 with attention in FP8."""
+    2 bytes x tokens x hidden size per layer, 1 with attention in FP8."""
     mlp_tile_tokens: int | None = Field(None, gt=0)
-    """A multiple of 128: gated MLPs of fused layers compute so many tokens at a time, for [long
-    rows](long_context.md#memory).
+    """Tokens per tile of gated MLPs in fused layers, a multiple of 128, for [long rows](long_context.md#memory).
 
-    Forward and backward; neither gate nor up is kept. Gradients of their weights are summed in FP32 over the tiles.
-    Needs scales of groups of tokens, as `infir2`, `hybrid_fast` and `precise` have them."""
+    In forward and backward; gate and up are not saved. Weight gradients are summed in FP32 over the tiles. Needs scales
+    per group of tokens (`infir2`, `hybrid_fast`, `precise`)."""
 
 
 class AttentionConfig(Section):
-    """The products of attention: of queries and keys, of probabilities and values, and those of their gradients."""
+    """The GEMMs of attention, forward and backward."""
 
     format: Literal["bf16", "e4m3", "auto"] = "bf16"
-    """e4m3: causal attention of whole rows and long documents runs in FP8 ([conditions](support.md#attention-in-fp8)).
-    auto: likewise, but rows below 16384 tokens stay in BF16: there FP8 gains little, or is slower.
+    """e4m3: causal attention of full rows and long documents in FP8 ([conditions](support.md#attention-in-fp8)). auto:
+    likewise, but rows below 16384 tokens, where FP8 gains little or is slower, stay in BF16.
 
-    Documents of at least 16384 tokens in packed rows; forward and backward (E4M3, gradients E5M2, one scale a tensor),
-    through Transformer Engine on a Hopper GPU, for heads of 128 features, with DeepSpeed's sequence parallelism or
-    without. All other attention stays BF16: of padded rows and shorter documents, with a sliding window or dropout, and
-    of generation."""
+    Documents of at least 16384 tokens in packed rows; forward and backward (E4M3, gradients E5M2, scales per tensor),
+    through Transformer Engine on a Hopper GPU, for heads of 128 features, with or without DeepSpeed's sequence
+    parallelism. All other attention stays in BF16: padded rows, shorter documents, sliding windows, dropout,
+    generation."""
 
 
 class ParameterGatherConfig(Section):
     """Format of ZeRO-3's parameter all-gather, for the weights of FP8 linears."""
 
     format: Literal[FormatName, "bf16"] = "e4m3"
-    """That of linear.weight, or bf16. Weights with an override travel in its cast, or in BF16 where that cannot be
-    sharded."""
+    """That of linear.weight, or bf16. Weights with an override use its format, or BF16 if that cannot be sharded."""
     frozen: Literal["sharded", "whole"] = "sharded"
-    """Codes of frozen weights. whole: every GPU keeps those of whole weights, a byte a parameter, and gathers none.
+    """Quantized frozen weights. whole: every GPU keeps them unsharded, a byte per parameter, without all-gathers.
 
-    Beside its shards. For [adapters](lora.md) on a few GPUs with room for it. Frozen weights that are no FP8 linears
-    (embedding, head, `linear.skip`) are gathered in BF16 as before."""
+    In addition to its shards. For [adapters](lora.md) on few GPUs with enough memory. Frozen weights other than of FP8
+    linears (embedding, head, `linear.skip`) are all-gathered in BF16."""
 
 
 class GradientReduceConfig(Section):
     """Format of ZeRO-3's gradient reduce-scatter, for every gradient of two or more dimensions."""
 
     format: Literal[FormatName, "bf16"] = "e4m3"
-    """bf16: DeepSpeed's reduce-scatter. Others: a byte an element."""
+    """bf16: DeepSpeed's reduce-scatter. Others: a byte per element."""
     scale: Literal["group", "tensor"] = "group"
-    """group: one for every 128 elements. tensor: one a gradient, agreed by all ranks and adapted over time (FP8-LM)."""
+    """group: a scale per 128 elements. tensor: one per gradient, equal on all ranks and adapted over time (FP8-LM)."""
 
 
 class OptimizerStateConfig(Section):
@@ -89,24 +86,23 @@ class OptimizerStateConfig(Section):
     """
 
     exp_avg: CodecName = "fp32"
-    """First moment. e4m3_expanded (COAT) stretches the range of each group over E4M3's.
+    """First moment. e4m3_expanded (COAT) expands the dynamic range of each group to that of E4M3.
 
-    Moments in a byte are rounded stochastically, but not exp_avg in e4m3_expanded. Research formats are emulated by
-    torch, a byte an element."""
+    Moments of one byte are rounded stochastically, except exp_avg in e4m3_expanded. Research formats are emulated by
+    torch, a byte per element."""
     exp_avg_sq: CodecName = "fp32"
     """Second moment."""
     granularity: StateGranularity = "1x128"
-    """Elements of a moment that share a scale: 128 in a row of the flat shard, or a rank's part of a tensor."""
+    """Elements of a moment that share a scale: 128 of the flat shard, or a rank's part of a tensor."""
     scale: StateScale = "fp32"
-    """fp32: the largest number of a group is almost exact, and decays while gradients are zero. pow2: it may get stuck.
-    e4m3_expanded always has fp32."""
+    """fp32: the amax of a group is almost exact, and decays while gradients are zero. pow2: it may get stuck.
+    e4m3_expanded always uses fp32."""
     master: Literal["fp32", "fp8_plus16"] = "fp32"
-    """Masters. fp8_plus16: of weights gathered in FP8 the code and a 16-bit correction, 20 significant bits in 2 bytes
-    more; elsewhere BF16 and 17 bits, which is FP32."""
+    """Master weights. fp8_plus16: the quantized weight and a 16-bit correction, 20 significant bits in 2 more bytes; of
+    other parameters BF16 and 17 bits, exactly FP32."""
     implementation: Literal["auto", "ds_fp8"] = "auto"
-    """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload. ds_fp8: always.
-
-    Otherwise DeepSpeed's."""
+    """auto: this package's AdamW for compressed state, and in ZeRO-3 without optimizer offload; otherwise DeepSpeed's.
+    ds_fp8: always."""
 
     @model_validator(mode="after")
     def _fits(self) -> OptimizerStateConfig:
@@ -114,60 +110,58 @@ class OptimizerStateConfig(Section):
         return self
 
     def precision(self) -> StatePrecision:
-        """Return the same as ds_fp8.optim.AdamW takes it. Raises UserError for options that do not go together."""
+        """Return the precision for ds_fp8.optim.AdamW. Raises UserError for incompatible options."""
         return StatePrecision(self.exp_avg, self.exp_avg_sq, self.granularity, self.scale)
 
 
 class LossConfig(Section):
-    """The language-model head and its cross entropy. A word alone, "loss": "off", stands for its mode."""
+    """The language-model head and its cross entropy. "loss": "off" is short for its mode."""
 
     mode: Literal["auto", "fused", "off"] = "auto"
-    """auto: cross entropy without logits in memory, where the model's own loss allows it. fused: even with FP8
-    disabled. off: the model's own."""
+    """auto: cross entropy without logits in memory, if the model's loss allows it. fused: also with FP8 disabled. off:
+    the model's loss."""
     head: Literal["bf16", "fp8"] = "bf16"
-    """fp8: the three products of the head in FP8, with the casts of `linear`.
+    """fp8: fprop, dgrad and wgrad of the head in FP8, with the casts of `linear`.
 
-    While FP8 is enabled. Its effect on the loss is known from one short run only."""
+    If FP8 is enabled. Its effect on the loss was measured in one short run only."""
 
 
 class MonitorConfig(Section):
-    """The health of the casts, measured by layer and tensor class, and what is done about a layer that degrades."""
+    """Quantization errors, measured by layer and tensor class, and the reaction to a degraded layer."""
 
     every: int = Field(100, ge=0)
-    """Optimizer steps between two measurements of the casts; 0: none."""
+    """Optimizer steps between two measurements of quantization errors; 0: never."""
     min_snr_db: float = 20.0
-    """A layer degrades when a cast's signal-to-noise ratio is lower in 3 measurements in a row, or half its elements
-    flush to zero.
+    """A layer degrades if a signal-to-noise ratio is lower in 3 measurements in a row, or if half of the elements are
+    flushed to zero.
 
-    Rounding alone leaves about 31 dB in E4M3 and 25 dB in E5M2 for any tensor; 20 dB is an error of a tenth of the
-    signal."""
+    Rounding alone gives about 31 dB in E4M3 and 25 dB in E5M2; 20 dB is an error of a tenth of the signal."""
     fallback: bool = False
-    """true: a layer that degrades runs in BF16 from then on. false: a warning names it."""
+    """true: a degraded layer runs in BF16 from then on. false: a warning only."""
 
 
 class FP8Config(Section):
-    """The whole "fp8" section. `preset` supplies what the user leaves out."""
+    """The "fp8" section. `preset` supplies absent keys."""
 
     enabled: bool = True
-    """false: plain BF16, for a twin run from the same file."""
+    """false: plain BF16, for a reference run with the same file."""
     preset: str | dict[Axis, str] = DEFAULT
-    """A name of the table above, or one a section: {"linear": "infir2", "optimizer": "coat"}. Left out: `precise` where
-    the model's weights are trained, `infir2` where they are random.
+    """A name of the table above, or one per section: {"linear": "infir2", "optimizer": "coat"}. Default: `precise` for
+    fine-tuning, `infir2` for pre-training from random weights.
 
-    Supplies the keys that you leave out. The start report says which it is. Beside casts of your own in `linear` it is
-    `infir2`."""
+    Supplies absent keys. The start report names it. With custom casts in `linear` the default is `infir2`."""
     linear: LinearConfig = LinearConfig()
     activations: ActivationsConfig = ActivationsConfig()
     fuse: Literal["auto", "off"] = "auto"
-    """auto: decoder layers of the usual structure run as a few fused operations. off: as they are."""
+    """auto: decoder layers of known structure run as a few fused operations. off: unfused."""
     attention: AttentionConfig = AttentionConfig()
     graph: Literal["off", "auto", "on"] = "auto"
-    """auto: micro-batches run as [CUDA graphs](cuda_graphs.md) once their shape has come twice. on: unknown hooks and
-    forwards that change attributes too.
+    """auto: micro-batches run as [CUDA graphs](cuda_graphs.md) from the third of a shape on. on: also with unknown
+    hooks and forwards that change attributes.
 
     Needs equal shapes on all ranks, rows without padding (packed attention if rows hold several documents), no hooks of
-    unknown packages, and a forward that does not change attributes of its modules. Graphs are compared with Python at
-    intervals, and end at a difference. on: also with such hooks and forwards. off: never. The start report or a line in
+    unknown packages, and a forward that does not change attributes of its modules. Replays are compared with eager runs
+    at intervals, and graphs end at a difference. on: also with such hooks and forwards. off: never. The start report or
     the log gives the reason if there are none."""
     loss: LossConfig = LossConfig()
     param_gather: ParameterGatherConfig = ParameterGatherConfig()
@@ -175,12 +169,12 @@ class FP8Config(Section):
     optimizer: OptimizerStateConfig = OptimizerStateConfig()
     monitor: MonitorConfig = MonitorConfig()
     report: Literal["short", "full"] = "short"
-    """The start report: ten lines, or all that is known."""
+    """The start report: ten lines, or complete."""
     trust_checkpoints: bool = False
     """true: engine.load_checkpoint unpickles objects of any class, which can run code. false: it refuses a checkpoint
-    with more than tensors, numpy's numbers and arrays, and plain values.
+    with objects other than tensors, numpy numbers and arrays, and plain values.
 
-    For client states with objects of your own. `ds-fp8 train` and the exports refuse such checkpoints in any case."""
+    For client states with custom objects. `ds-fp8 train` and the exports refuse such checkpoints in any case."""
 
     @classmethod
     def from_preset(cls, preset: str | Mapping[str, str] = DEFAULT, **changes: Any) -> FP8Config:
@@ -189,8 +183,8 @@ class FP8Config(Section):
         FP8Config.from_preset("infir2", optimizer="coat", monitor={"every": 0})
 
         Args:
-            preset: its name, or a mapping from sections to names.
-            changes: by key of the "fp8" section. A mapping changes some keys of a section; a section object replaces
+            preset: A name, or a mapping from sections to names.
+            changes: By key of the "fp8" section. A mapping changes some keys of a section; a section object replaces
                 it; the name of another preset (for linear, param_gather, grad_reduce, optimizer) takes it from there.
         """
         return _parse({**changes, "preset": preset})
@@ -207,16 +201,16 @@ class FP8Config(Section):
         values = without_words(values)
         if cls is not FP8Config:  # whose sections core's objects are none of
             values = {key: as_mapping(value) for key, value in values.items()}
-        # Before validation, so that the preset's values are checked like the user's and errors name the same keys.
+        # Before validation: values of the preset are checked like the user's, with the same keys in errors.
         return merge(preset_values(values.get("preset", DEFAULT)), values)
 
     @property
     def leaves_preset_open(self) -> bool:
-        """Return whether the weights of the model shall decide on the preset of the linears."""
+        """Return whether the preset of the linears depends on the model: pre-training or fine-tuning."""
         return leaves_preset_open(self._as_given)
 
     def with_preset(self, name: str) -> FP8Config:
-        """Return this configuration with a preset for what it leaves open."""
+        """Return this configuration with `name` as default preset."""
         return type(self)(**with_preset(self._as_given, name))
 
     @property
@@ -245,14 +239,10 @@ class FP8Config(Section):
 
 
 def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> FP8Config:
-    """Return the FP8Config of a whole DeepSpeed configuration.
-
-    Returns:
-        The parsed "fp8" section; without one, a configuration with `enabled` false.
-    """
+    """Return the FP8Config of a DeepSpeed configuration; `enabled` is false without an "fp8" section."""
     if "fp8" not in raw:
         for key in raw:
-            # DeepSpeed ignores sections that it does not know: a misspelt one would train in BF16 without a word.
+            # DeepSpeed ignores unknown sections: a misspelt one would train in BF16 silently.
             if key.lower().replace("_", "").replace("-", "") == "fp8":
                 raise UserError(f'unknown key "{key}"', key=key, file=file, remedy='Did you mean "fp8"?')
         return FP8Config(enabled=False)
@@ -262,13 +252,13 @@ def parse_fp8(raw: Mapping[str, Any], file: str | os.PathLike | None = None) -> 
 def _parse(values: Any, file: str | os.PathLike | None = None) -> FP8Config:
     try:
         return parse_section(FP8Config, values, key="fp8", file=file)
-    except UserError:  # perhaps of a paper's key or value
+    except UserError:  # maybe a key or value of research
         if not isinstance(values, Mapping):
             raise
         return parse_section(registry.load().FP8Config, values, key="fp8", file=file)
 
 
 def section_of(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the sub-section `name`, empty where it is absent or null."""
+    """Return the sub-section `name`, empty if absent or null."""
     value = parent.get(name)
     return value if isinstance(value, Mapping) else {}

@@ -19,16 +19,16 @@ class Cast(Section):
     format: FormatName = "e4m3"
     """Storage format of one element."""
     granularity: Granularity = "1x128"
-    """Elements that share a scale: a tensor, a row (token, output channel), 128 along the product's contraction, or a
-    128x128 block."""
+    """Elements that share a scale: a tensor, a row (token, output channel), 128 along the contraction, or a 128x128
+    block."""
     scale: ScaleName = "pow2"
-    """pow2: powers of two. fp32: amax / largest code.
+    """pow2: powers of two. fp32: amax / largest number of the format.
 
-    A second cast of the result of pow2 is exact. With fp32 the largest number of a group is exact."""
+    With pow2 quantizing again is exact. With fp32 the amax of a group is exact."""
 
     @property
     def spec(self) -> CastSpec:
-        """Return the same without what only a section of the JSON needs."""
+        """Return the cast as a CastSpec."""
         return CastSpec(self.format, self.granularity, self.scale)
 
     def __str__(self) -> str:
@@ -36,38 +36,38 @@ class Cast(Section):
 
 
 class WeightCast(Cast):
-    """The cast of weights: one serves fprop and, transposed, dgrad.
+    """The cast of weights, for fprop and, transposed, dgrad.
 
-    row: one scale per output channel; dgrad contracts over that dimension, so there the scales are folded into dy.
+    row: one scale per output channel, the contraction of dgrad, for which scales are multiplied into dy.
     """
 
     granularity: Literal["128x128", "row", "tensor"] = "128x128"
-    """Elements that share a scale: a square block, an output channel, or all of the weight."""
+    """Elements that share a scale: a square block, an output channel, or the tensor."""
 
 
 class WgradConfig(Section):
-    """Granularity of wgrad's input, cast along the tokens; the output gradient has that of `grad_output`."""
+    """Granularity of wgrad's columnwise input; dy has that of `grad_output`."""
 
     input: Granularity | None = None
-    """Granularity of the input, cast along the tokens; null: as linear.input."""
+    """Granularity of the input, columnwise (along the tokens); null: as linear.input."""
 
 
 class LinearCasts(Section):
-    """The casts of the operands of a linear layer's three products."""
+    """The casts of fprop, dgrad and wgrad of linear layers."""
 
     input: Cast = Cast()
     weight: WeightCast = WeightCast()
     grad_output: Cast = Cast()
     wgrad: WgradConfig = WgradConfig()
     outlier_channels: int = Field(0, ge=0, le=256)
-    """Input channels whose cast errors [fprop corrects](#outlier-channels); 64 or 128 are enough.
+    """Input channels whose quantization errors [fprop corrects](#outlier-channels); 64 or 128 are enough.
 
-    Those with the largest mean square. Every 64 of them take the time of 128 more input features. For inputs in 1x128
-    and weights in 128x128."""
+    The channels with the largest mean square; 64 of them cost as much as 128 input features. For inputs in 1x128 and
+    weights in 128x128."""
 
     @property
     def why_not_served(self) -> str | None:
-        """Return why servers cannot multiply weights that were trained so, or None."""
+        """Return why servers do not support these casts, or None."""
         return None
 
     def __str__(self) -> str:
@@ -83,28 +83,28 @@ class LinearConfig(LinearCasts):
     casts_of_overrides: ClassVar[type[LinearCasts]] = LinearCasts
 
     backend: Literal["auto", "deep_gemm", "cublas", "reference"] = "auto"
-    """auto: the first of the others that computes a small product of each pair of casts. reference emulates FP8.
+    """auto: the first of the others that passes a trial product of each pair of casts. reference emulates FP8.
 
-    auto takes reference for emulated formats, and without a GPU."""
+    auto selects reference for emulated formats, and without a GPU."""
     expert_products: Literal["auto", "bf16", "fp8"] = "auto"
-    """Of experts gathered in FP8. fp8: [grouped products](mixture_of_experts.md#fp8-products). bf16: transformers' own,
-    with decoded weights.
+    """Of experts all-gathered in FP8. fp8: [grouped products](mixture_of_experts.md#fp8-products). bf16: transformers'
+    products with dequantized weights.
 
-    fp8 is for experts and casts of a form that the products know; the start report names the others. auto is fp8 beside
-    cublas and deep_gemm, hence on Hopper, where this package's own kernels have been measured, and bf16 beside the
-    others. fp8 beside deep_gemm takes its products of groups."""
+    fp8 supports some experts and casts; the start report names the others. auto is fp8 with backend cublas or
+    deep_gemm, hence on Hopper, where this package's kernels have been measured, else bf16. fp8 with deep_gemm uses its
+    grouped products."""
     skip: tuple[str, ...] = ("lm_head",)
-    """Linears that stay BF16: names, parts of dotted names, or glob patterns."""
+    """Linears in BF16: names, parts of dotted names, or glob patterns."""
     overrides: dict[str, LinearCasts | Literal["bf16"]] = Field(default_factory=dict)
     """Patterns as in `skip`, each with "bf16" or casts: {"*.down_proj": {"input": {"granularity": "tensor"}}}. The
     first match applies.
 
-    Keys that an override leaves out are as above. A pattern that matches no layer is an error. Exports store weights
-    with other casts in BF16. {"*": "bf16"} keeps every layer in BF16, with this package's step and graphs. `ds-fp8
+    Absent keys of an override are those above. A pattern without a match is an error. Exports store weights with other
+    casts in BF16. {"*": "bf16"} keeps every layer in BF16, with this package's step and graphs. `ds-fp8
     sensitivity` proposes overrides."""
 
     def remarks(self, recipes: Iterable[Any]) -> dict[str, str]:
-        """Return what the start report says of these casts beside their words, by title."""
+        """Return further lines of the start report on these casts, by title."""
         return {}
 
     @model_validator(mode="before")

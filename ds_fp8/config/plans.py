@@ -1,4 +1,4 @@
-"""What a configuration decides, as frozen values: engine/plans.py makes them once, and no room below reads a section.
+"""Decisions of a configuration as frozen plans, made by engine/plans.py; packages below read no section.
 
 The third is LayersPlan (layers/convert.py), of the recipes of linears.
 """
@@ -25,9 +25,9 @@ class StatePrecision:
 
     exp_avg: CodecName = "fp32"
     exp_avg_sq: CodecName = "fp32"
-    granularity: StateGranularity = "1x128"  # elements that share a scale; tensor: a rank's part of a tensor
+    granularity: StateGranularity = "1x128"  # tensor: a rank's part of a tensor
     scale: StateScale = "fp32"
-    stochastic_rounding: bool = True  # of moments in a byte: to nearest they would lose much of their changes
+    stochastic_rounding: bool = True  # of moments of one byte, which rounding to nearest would bias
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class StatePrecision:
 
     @property
     def stochastic_parts(self) -> tuple[str, ...]:
-        """Return the moments that are rounded at random: an expanded exp_avg is fine enough without."""
+        """Return the moments with stochastic rounding, which an expanded exp_avg does not need."""
         in_bytes = {"exp_avg": tuple(FORMATS), "exp_avg_sq": (*FORMATS, "e4m3_expanded")}
         return tuple(
             name for name, formats in in_bytes.items() if self.stochastic_rounding and getattr(self, name) in formats
@@ -59,7 +59,7 @@ class StatePrecision:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Which weights are in FP8, and what ZeRO-3 shards and gathers of them."""
+    """Which weights are in FP8, and how ZeRO-3 shards and all-gathers them."""
 
     weight: CastSpec
     overrides: Mapping[str, CastSpec | None]  # by pattern, the first match applies; None: BF16
@@ -67,7 +67,7 @@ class GroupPlan:
     skip_is_given: bool  # whether the user wrote the patterns
     gathers: bool  # whether the all-gather is in FP8
     frozen_unsharded: bool  # whether every rank keeps frozen weights unsharded
-    coded_masters: bool  # masters of codes and corrections
+    coded_masters: bool  # whether masters are data with corrections
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class StepPlan:
     """Micro-batches and optimizer steps."""
 
     moments: StatePrecision
-    own_optimizer: bool  # whether only this package's AdamW does what is asked for
+    own_optimizer: bool  # whether the configuration requires this package's AdamW
     reduction: GradientReduction | None  # None: DeepSpeed's, in BF16
     graph: str  # "off", "auto" or "on"
-    min_snr_db: float  # a layer degrades below
-    falls_back: bool  # whether a layer that degrades moves to BF16
+    min_snr_db: float  # a layer below it degrades
+    falls_back: bool  # whether a degraded layer moves to BF16

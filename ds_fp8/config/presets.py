@@ -7,16 +7,16 @@ from typing import Any, Literal, get_args
 
 from ds_fp8.config import registry
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.schema import nearest, shown
+from ds_fp8.config.schema import clipped_repr, nearest
 
 Axis = Literal["linear", "param_gather", "grad_reduce", "optimizer"]
-"""A section that presets differ in; each may take its values from another preset."""
+"""A section that presets set; each may come from another preset."""
 AXES: tuple[str, ...] = get_args(Axis)
 DEFAULT, FOR_TRAINED = "infir2", "precise"
-"""Presets where a configuration names none: of random weights, and of weights that exist. BF16's loss is nearest with
-the second one, which takes 1 to 5% more time."""
-_BESIDE_CASTS = {"skip", "overrides", "backend", "expert_products", "smooth_swiglu", "outlier_channels"}
-"""Keys of "linear" that go with either of the two. With others a user has chosen casts, and no other is mixed in."""
+"""Default presets for pre-training and for fine-tuning. The second is closer to the loss of BF16 and takes 1 to 5% more
+time."""
+_OTHER_KEYS = {"skip", "overrides", "backend", "expert_products", "smooth_swiglu", "outlier_channels"}
+"""Keys of "linear" that do not choose casts: the default preset still applies."""
 
 
 def _granularity(word: str) -> dict[str, str]:
@@ -33,15 +33,15 @@ TENSORWISE: dict[str, Any] = {
 _FP8LM: dict[str, Any] = {**TENSORWISE, "grad_reduce": {"scale": "tensor"}}
 _FP8LM_MOMENTS = {"exp_avg": "e4m3", "exp_avg_sq": "fp16", "granularity": "tensor", "scale": "pow2"}
 
-# Moments in FP8 are rounded stochastically. The sources do not; rounded to nearest the final loss moves by more than
-# chance does (docs/log/optimizer_state.md).
+# Moments in FP8 are rounded stochastically, unlike in the papers: rounding to nearest changes the final loss by more
+# than the noise between runs (docs/log/optimizer_state.md).
 PRESETS: dict[str, dict[str, Any]] = {
     # InfiR2 (arXiv 2509.22536): E4M3 everywhere, 128x128 weights, 1x128 activations and gradients, power-of-two scales.
     "infir2": {},
     # As infir2, with wgrad's input in 128x128 blocks: on Hopper 1x128 times 128x128 is the faster block-scaled product.
     "hybrid_fast": {"linear": {"wgrad": {"input": "128x128"}}},
-    # hybrid_fast for weights that exist: FP32 scales, which put the largest number of a group on a code, and the 128
-    # channels of every input that hold the most energy multiplied with what casts lose there.
+    # hybrid_fast for fine-tuning: FP32 scales, exact for the amax of a group, and quantization errors of the 128 input
+    # channels of largest energy corrected.
     "precise": {
         "linear": {
             "input": {"scale": "fp32"},
@@ -55,75 +55,74 @@ PRESETS: dict[str, dict[str, Any]] = {
     # One scale per tensor, E5M2 output gradients: the hybrid of Micikevicius et al. (arXiv 2209.05433), and the GEMMs
     # of FP8-LM (arXiv 2310.18313).
     "tensorwise": TENSORWISE,
-    # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits before O3. Masters stay FP32 where
-    # the paper has scaled FP16: ZeRO's shards of them are FP32, and would take no less memory.
+    # FP8-LM (arXiv 2310.18313): levels O1, O2 and O3. Weights are sharded in 16 bits below O3. Masters are FP32, not
+    # scaled FP16 as in the paper: ZeRO's master shards are FP32 in any case.
     "fp8lm_o1": {**_FP8LM, "param_gather": {"format": "bf16"}},
     "fp8lm_o2": {**_FP8LM, "param_gather": {"format": "bf16"}, "optimizer": _FP8LM_MOMENTS},
     "fp8lm_o3": {**_FP8LM, "optimizer": _FP8LM_MOMENTS},
-    # COAT (arXiv 2410.19313): its linears and its optimizer, whose moments have their dynamic range expanded. It sends
-    # gradients in BF16.
+    # COAT (arXiv 2410.19313): its linears, its moments with expanded dynamic range, gradients in BF16.
     "coat": {
         **TENSORWISE,
         "grad_reduce": {"format": "bf16"},
         "optimizer": {"exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"},
     },
-    # infir2 with the fewest bytes of state: of each weight's master only what its code lacks, and COAT's moments.
+    # infir2 with the smallest optimizer state: masters as corrections of the quantized weight, and COAT's moments.
     "compact": {"optimizer": {"master": "fp8_plus16", "exp_avg": "e4m3_expanded", "exp_avg_sq": "e4m3_expanded"}},
 }
 
 
 def preset_values(preset: Any) -> dict[str, Any]:
-    """Return the partial section that `preset` stands for."""
+    """Return the partial section of a preset."""
     if isinstance(preset, str):
         return _named(preset, "fp8.preset")
     if isinstance(preset, Mapping):
-        # Sections that are not named are the default preset's.
+        # Other sections: the default preset.
         values = dict(PRESETS[DEFAULT])
         for axis, name in preset.items():
             _known(axis, AXES, "section of a preset", "fp8.preset")
             values[axis] = _named(name, f"fp8.preset.{axis}").get(axis, {})
         return values
-    raise UserError(f"preset {shown(preset)} is not a name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
+    raise UserError(f"preset {clipped_repr(preset)} is not a name", key="fp8.preset", remedy=f'"preset": "{DEFAULT}"')
 
 
 def as_section(value: Any) -> Any:
-    """Return the mapping that a word in the place of the "fp8" section stands for; anything else as it is."""
+    """Expand "fp8": "NAME" or true to a mapping; return other values unchanged."""
     return {"preset": value} if isinstance(value, str) else {} if value is True else value
 
 
 def without_words(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with names of presets in the place of its own sections ("optimizer": "coat") in "preset"."""
+    """Move names of presets given as sections ("optimizer": "coat") into "preset"."""
     names = {axis: name for axis in AXES if isinstance(name := section.get(axis), str)}
     if not names:
         return dict(section)
     preset = section.get("preset", {})
-    preset_values(preset)  # refuses what is neither a name nor names
+    preset_values(preset)  # raises for invalid presets
     preset = {**(dict.fromkeys(AXES, preset) if isinstance(preset, str) else preset), **names}
     return {key: value for key, value in section.items() if key not in names} | {"preset": preset}
 
 
 def leaves_preset_open(section: Any) -> bool:
-    """Return whether a section with FP8 on names neither a preset for the linears nor their casts."""
+    """Return whether an enabled section gives neither a preset nor casts of the linears."""
     section = as_section(section)
     if not isinstance(section, Mapping) or section.get("enabled", True) is not True:
         return False
     preset, linear = section.get("preset", {}), section.get("linear", {})
     if not isinstance(preset, Mapping) or "linear" in preset or not isinstance(linear, Mapping):
         return False
-    return linear.keys() <= _BESIDE_CASTS
+    return linear.keys() <= _OTHER_KEYS
 
 
 def with_preset(section: Any, name: str) -> dict[str, Any]:
-    """Return a section that leaves its preset open with this one for what it does not name."""
+    """Return a section with `name` as default preset of the linears."""
     section = as_section(section)
     preset = {**section["preset"], "linear": name} if "preset" in section else name
     return {**section, "preset": preset}
 
 
 def with_assumed_preset(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with a preset where it leaves its own open, before there are weights that decide.
+    """Return a configuration with the default preset filled in, before a model exists.
 
-    It is that of trained weights where the configuration says where weights are loaded from.
+    For fine-tuning if the configuration loads weights, else for pre-training.
     """
     if not leaves_preset_open(raw.get("fp8")):
         return dict(raw)
@@ -148,4 +147,4 @@ def _named(name: Any, key: str) -> dict[str, Any]:
 def _known(name: Any, choices: Mapping[str, Any] | tuple[str, ...], what: str, key: str) -> str:
     if isinstance(name, str) and name in choices:
         return name
-    raise UserError(f"unknown {what} {shown(name)}", key=key, remedy=nearest(str(name), choices, "Known names"))
+    raise UserError(f"unknown {what} {clipped_repr(name)}", key=key, remedy=nearest(str(name), choices, "Known names"))

@@ -1,7 +1,7 @@
-"""Values of keys that exclude each other, as one table: a row has the condition, the key to change, and the words.
+"""Table of incompatible values: condition, key to change, message and remedy.
 
-Rows of a section are tried whenever one is made, those of a whole configuration before a model is converted
-(engine/preflight.py). ds_fp8.research adds the rows of its sections. Nothing here imports torch, which takes seconds.
+Rows of a section are checked when it is created, those of a complete configuration before a model is converted
+(engine/preflight.py). ds_fp8.research adds rows of its sections. Does not import torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ds_fp8.config.errors import UserError
 
 
 class Row(NamedTuple):
-    of: str  # the section, by the name of its class; of a configuration DEEPSPEED, FP8 or STAGE_3
+    of: str  # class name of the section; DEEPSPEED, FP8 or STAGE_3 for a configuration
     found: Callable[[Any], Any]
-    """Takes the section or configuration; what it returns, unless it is false, is {found} of the words."""
+    """Condition on the section or configuration; a true result is {found} in the message."""
     key: str
     problem: str  # with {c} for the section or configuration, as is the remedy
     remedy: str
 
 
 def refusals(c: Any, *of: str, file: str | os.PathLike | None = None) -> Iterator[UserError]:
-    """Yield the refusals of a configuration, or of a section by the rows of its classes."""
+    """Yield the refusals of a section, or of a configuration by the rows `of`."""
     of = of or tuple(kind.__name__ for kind in type(c).__mro__)
     for row in TABLE:
         if row.of in of and (found := row.found(c)):
@@ -48,19 +48,19 @@ def _without_blocks(c: Any) -> bool:
     return c.outlier_channels > 0 and not (fits and scales)
 
 
-def _without_codes(c: Any) -> str | None:
-    """Return why weights have no codes that masters could be, or None."""
+def _why_no_split_masters(c: Any) -> str | None:
+    """Return why masters cannot be quantized weights with corrections, or None."""
     if not c.enabled or c.optimizer.master == "fp32":
         return None
     if c.param_gather.format == "bf16":
         return "param_gather.format is bf16"
     w = c.linear.weight
     fits = (w.format, w.granularity) == ("e4m3", "128x128") and not w.spec.by_torch
-    return None if fits else f"weights are cast as {w.spec}"
+    return None if fits else f"weights are quantized as {w.spec}"
 
 
 def _only_in_stage_3(c: Any) -> tuple[str, str] | None:
-    """Return what a configuration of another stage has in FP8, and the keys that keep it in BF16."""
+    """Return (FP8 collectives outside stage 3, keys that set them to BF16) or None."""
     parts = {"param_gather": "parameter all-gather", "grad_reduce": "gradient reduce-scatter"}
     keys = [key for key in parts if c.stage != 3 and getattr(c.fp8, key).format != "bf16"]
     bf16 = ", ".join(f'"{key}": {{"format": "bf16"}}' for key in keys)
@@ -94,18 +94,18 @@ TABLE: list[Row] = [Row(*row) for row in (
      "outlier channels need E4M3 casts in blocks, but input is {c.input}, weight {c.weight}",
      '"outlier_channels": 0, or "input": {{"granularity": "1x128"}}, "weight": {{"granularity": "128x128"}}, both '
      '"e4m3", rounded to nearest, with scale "pow2" or "fp32"'),
-    ("FP8Config", _without_codes, "fp8.optimizer.master",
-     "masters are E4M3 codes in blocks of 128x128 with corrections, but {found}",
+    ("FP8Config", _why_no_split_masters, "fp8.optimizer.master",
+     "masters are weights in E4M3 128x128 with corrections, but {found}",
      '"master": "fp32", or a preset such as "infir2"'),
     ("FP8Config", lambda c: c.param_gather.format != "bf16" and c.linear.weight.spec.why_not_gathered,
      "fp8.param_gather.format",
-     'param_gather.format "{c.param_gather.format}" cannot carry weights cast as {c.linear.weight}: {found}',
+     'param_gather.format "{c.param_gather.format}" cannot all-gather weights quantized as {c.linear.weight}: {found}',
      '"param_gather": {{"format": "bf16"}}'),
     ("FP8Config", lambda c: c.param_gather.format not in ("bf16", c.linear.weight.format), "fp8.param_gather.format",
      'param_gather.format "{c.param_gather.format}" differs from linear.weight.format "{c.linear.weight.format}": '
-     "the gathered bytes are what the GEMMs read, so both must be the same",
+     "GEMMs read the all-gathered weights, so both must be equal",
      '"param_gather": {{"format": "{c.linear.weight.format}"}}, or "bf16" to gather without FP8'),
-    # What DeepSpeed accepts and fails with later.
+    # Accepted by DeepSpeed, but fails later.
     (DEEPSPEED, lambda c: {"bf16", "bfloat16"} <= c.values.keys(), "bfloat16",
      '"bfloat16" is another name of "bf16", and both are given', 'remove "bfloat16"'),
     (DEEPSPEED, lambda c: c.bf16.enabled and not c.stage and c.deepspeed.grad_accum_dtype not in (None, *_IN_BF16),
@@ -139,9 +139,9 @@ TABLE: list[Row] = [Row(*row) for row in (
     (FP8, lambda c: _offloads_compressed(c) and c.zero.offload_optimizer.super_offload, f"{_OFFLOAD}.super_offload",
      "SuperOffload steps with its own Adam, whose state is FP32", f'"super_offload": false, {_FP32}'),
     (FP8, lambda c: c.fp8.optimizer.master != "fp32" and c.stage != 3, f"{_ZERO}.stage",
-     "masters of codes and corrections exist in ZeRO stage 3 only", f'"stage": 3, {_MASTERS}'),
+     "masters of quantized weights and corrections exist in ZeRO stage 3 only", f'"stage": 3, {_MASTERS}'),
     (FP8, lambda c: c.fp8.optimizer.master != "fp32" and c.zero.offload_optimizer, _OFFLOAD,
-     "masters of codes and corrections are not offloaded", f'remove "offload_optimizer", {_MASTERS}'),
+     "masters of quantized weights and corrections are not offloaded", f'remove "offload_optimizer", {_MASTERS}'),
     (FP8, lambda c: c.deepspeed.torch_autocast_enabled, "torch_autocast.enabled",
      "fp8 does not work with torch_autocast, which casts weights too", 'remove "torch_autocast"'),
     (FP8, lambda c: c.deepspeed.compile_config.deepcompile, "compile.deepcompile",
@@ -165,12 +165,12 @@ TABLE: list[Row] = [Row(*row) for row in (
      "parameter offload to {c.parameter_device} moves BF16 shards, and the FP8 gather keeps FP8 shards on the device",
      'remove "offload_param" (offload_optimizer works), or "fp8": {{"param_gather": {{"format": "bf16"}}}}'),
     (STAGE_3, lambda c: c.optimizer_device == "nvme", f"{_OFFLOAD}.device",
-     "the FP8 shards are cast from the FP32 master shards after every step, which NVMe offload swaps out",
+     "the FP8 shards are quantized from the FP32 master shards after every step, which NVMe offload swaps out",
      '"device": "cpu"'),
     (STAGE_3, lambda c: c.fp8.grad_reduce.format != "bf16" and not c.zero.reduce_scatter, f"{_ZERO}.reduce_scatter",
      "reduce_scatter false makes DeepSpeed all-reduce gradients and never reach the FP8 reduction",
      '"reduce_scatter": true, or "fp8": {{"grad_reduce": {{"format": "bf16"}}}}'),
-    # The FP32 sum over ranks is rounded once, to the accumulator. A second micro-batch would be added in BF16.
+    # The FP32 sum over ranks is rounded once, into the accumulator; a second micro-batch would be added in BF16.
     (STAGE_3, lambda c: c.deepspeed.grad_accum_dtype in _IN_BF16 and c.given(_ACCUMULATION) != 1, _GRAD_ACCUM,
      "gradients of several micro-batches are summed in FP32, but grad_accum_dtype is {c.deepspeed.grad_accum_dtype}",
      f'"{_ACCUMULATION}": 1, or "data_types": {{{{"grad_accum_dtype": "fp32"}}}}'),

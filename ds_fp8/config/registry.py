@@ -1,4 +1,4 @@
-"""What ds_fp8.research adds to core's names. It registers itself when a configuration names what core does not know.
+"""Names that ds_fp8.research registers, once a configuration has a name unknown to the core.
 
 Formats and scale types go into FORMATS and SCALE_TYPES (formats.py), refusals of pairs into TABLE (refusals.py).
 """
@@ -9,11 +9,11 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-PRESETS: dict[str, dict[str, Any]] = {}  # besides those of presets.py
-OPTIMIZERS: dict[str, type] = {}  # besides DeepSpeed's and torch's, by the "type" of "optimizer" in lower case
+PRESETS: dict[str, dict[str, Any]] = {}  # in addition to presets.py
+OPTIMIZERS: dict[str, type] = {}  # by the "type" of "optimizer" in lower case
 
 
 def load() -> ModuleType:
-    """Import ds_fp8.research, which registers what core does not know; its FP8Config has the keys of both."""
-    # By name, and nowhere else: the package stands above all that quantizes, multiplies and shards.
+    """Import ds_fp8.research, which registers its names; its FP8Config has the keys of core and research."""
+    # Imported by name and only here: core does not depend on research.
     return importlib.import_module("ds_fp8.research")

@@ -1,4 +1,4 @@
-"""Strict configuration sections: unknown keys are errors that name the nearest right key."""
+"""Strict configuration sections: errors for unknown keys suggest the nearest known one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_fp8.config.refusals import refusals
 
 
 class Section(BaseModel):
-    """Base of every section of the JSON that belongs to this package: immutable, typed, unknown keys rejected."""
+    """Base of this package's sections of the JSON: immutable, typed, unknown keys rejected."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -30,7 +30,7 @@ class Section(BaseModel):
     @classmethod
     def _no_words_for_booleans(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name].annotation
-        # pydantic takes "yes" and 1 for true, and true for 1.
+        # pydantic converts "yes" and 1 to true, and true to 1.
         if annotation is bool and not isinstance(value, bool):
             raise ValueError("is not true or false")
         kinds = _inside(annotation)
@@ -39,32 +39,32 @@ class Section(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _keys_go_together(self) -> Section:
+    def _check_refusals(self) -> Section:
         for refusal in refusals(self):
             raise refusal
         return self
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-"""A seed of random numbers: what numpy, torch and the kernels all take, a rank or a step added to it included."""
+"""A seed valid for numpy, torch and the kernels, also with a rank or step added."""
 
 SectionType = TypeVar("SectionType", bound=Section)
 
 
-_LISTED = 600  # characters of a list that a message may hold
+_LISTED = 600  # longest list in a message, in characters
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 120, 120, 40
 
 
-def shown(value: Any) -> str:
-    """Return `value` as an error message shows it: its repr, cut short at the places where it is long or deep."""
+def clipped_repr(value: Any) -> str:
+    """Return the repr of a value for an error message, shortened if long or deep."""
     return _REPR.repr(value)
 
 
 def nearest(key: str, choices: Iterable[str], otherwise: str = "Known keys") -> str:
-    """Return `Did you mean "x"?` for the closest of `choices`; if none is close, the list of them where it is short."""
+    """Return `Did you mean "x"?` for the closest of `choices`, else the list of them if short."""
     choices = sorted(choices)
-    # Cut: comparing takes time by the product of the lengths, and a key may be a pasted text.
+    # Cut: time is the product of lengths, and a key may be a pasted text.
     close = difflib.get_close_matches(key[:120], choices, n=1, cutoff=0.5)
     if close:
         return f'Did you mean "{close[0]}"?'
@@ -79,17 +79,17 @@ def as_mapping(value: Any) -> Any:
 def parse_section(
     section: type[SectionType], values: Any, *, key: str, file: str | os.PathLike | None = None
 ) -> SectionType:
-    """Validate the mapping `values` found under `key` into `section`.
+    """Validate the mapping `values` of `key` as a `section`.
 
-    Raises UserError for all mistakes, with dotted keys and what would be right.
+    Raises UserError for all mistakes, with dotted keys and remedies.
     """
     if not isinstance(values, Mapping):
         raise UserError(
-            f'"{key}" must be a JSON object, got {shown(values)}', key=key, file=file, remedy=f'"{key}": {{...}}'
+            f'"{key}" must be a JSON object, got {clipped_repr(values)}', key=key, file=file, remedy=f'"{key}": {{...}}'
         )
     try:
         return section.model_validate(dict(values))
-    except UserError as error:  # a section's own check, which names its keys itself
+    except UserError as error:  # from a validator, with its key
         raise error.located(file) from None
     except ValidationError as error:
         raise joined([_explained(section, mistake, key, file) for mistake in error.errors()]) from None
@@ -110,22 +110,22 @@ def _explained(section: type[BaseModel], mistake: Any, key: str, file: str | os.
 
 
 def wrong_value(mistake: Any, key: str, file: str | os.PathLike | None = None) -> UserError:
-    """Return one of pydantic's mistakes as the error of a key."""
+    """Return an error of pydantic as UserError of a key."""
     if mistake["type"] == "missing":
         return UserError(f'"{key}" is missing', key=key, file=file, remedy=f'"{key.rpartition(".")[2]}": ...')
     given = mistake.get("input")
-    # pydantic puts the first words before the message of a validator.
+    # pydantic's prefix for errors of validators.
     message = mistake["msg"].removeprefix("Value error, ")
-    # transformers fills in "auto" before DeepSpeed reads the file; nothing does so for sections of this package.
+    # transformers fills in "auto" in DeepSpeed's sections, not in those of this package.
     filled_in = 'give a value: "auto" is for programs that fill it in'
     remedy = filled_in if given == "auto" else f'change the value of "{key}"'
-    return UserError(f"{key}: {message} (got {shown(given)})", key=key, file=file, remedy=remedy)
+    return UserError(f"{key}: {message} (got {clipped_repr(given)})", key=key, file=file, remedy=remedy)
 
 
 def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
     """Return the field names of the section reached by following `path` from `section`."""
     for name in path:
-        if isinstance(name, int):  # the place in a list of sections
+        if isinstance(name, int):  # index in a list of sections
             continue
         field = section.model_fields.get(str(name))
         if field is None:
@@ -138,7 +138,7 @@ def _fields_at(section: type[BaseModel], path: list) -> Iterable[str]:
 
 
 def _inside(annotation: Any) -> list[type]:
-    """Return the classes that an annotation is made of: of `tuple[X, ...] | None` X and None's."""
+    """Return the classes in an annotation: X and NoneType of `tuple[X, ...] | None`."""
     arguments = get_args(annotation)
     if not arguments:
         return [annotation] if isinstance(annotation, type) else []

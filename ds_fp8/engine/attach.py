@@ -20,7 +20,7 @@ from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
-from ds_fp8.zero.collectives import GATHER, WireMeter, reason_of_any
+from ds_fp8.zero.collectives import GATHER, WireMeter, first_reason
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 from ds_fp8.zero.deepspeed.hooks import CheckpointState, Hooks
 from ds_fp8.zero.deepspeed.methods import has_optimizer, on_destroy, replace
@@ -67,7 +67,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
             state.step = hooks.own_step = Step(engine, engine.basic_optimizer)
         elif state.plans.group.coded_masters and has_optimizer(engine):
             raise UserError(
-                f"masters of codes and corrections need this package's step, but {state.why_no_step}",
+                f"masters of quantized weights and corrections need this package's step, but {state.why_no_step}",
                 key="fp8.optimizer.master",
                 remedy='"master": "fp32"',
             )
@@ -150,10 +150,10 @@ def _gathered(model: nn.Module) -> list[tuple[nn.Parameter, CastSpec, OutlierCha
 
 
 def parameters_with_corrections(model: nn.Module, trained: set[int]) -> dict[int, bool]:
-    """Return the ids of ZeRO-3's parameters whose masters can be codes, or BF16, with corrections; True: BF16.
+    """Return the ids of ZeRO-3's parameters whose masters can be FP8 or BF16 with corrections; True: BF16.
 
     A weight of a fused product only with the others: their scales lie side by side. Parameters that stay whole, which
-    are small, keep FP32 masters; all do where no weight has codes for masters.
+    are small, keep FP32 masters; all do if no weight has data for masters.
     """
     gathered = {id(p): (p, spec) for p, spec, _ in _gathered(model) if id(p) in trained}
     can = {key: p for key, (p, spec) in gathered.items() if why_no_correction(spec) is None}
@@ -189,7 +189,7 @@ def _capture_graphs(engine: deepspeed.DeepSpeedEngine, state: FP8State) -> None:
     if state.step is not None and untrained_parameters(engine):
         why = why or "some parameters have gradients but are not in the optimizer"
     # All ranks capture or none: a captured collective must not meet an eager one of another rank.
-    state.why_no_graphs = reason_of_any(why)
+    state.why_no_graphs = first_reason(why)
     if state.why_no_graphs is None:
         health = state.health
         state.graphs = GraphDriver(

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.casts import QuantizedTensor, cast, quantize
+from ds_fp8.casts import QuantizedTensor, quantize, quantize_with_scale
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.config.log import logger
@@ -21,11 +21,11 @@ from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.routing import mixtures
 from ds_fp8.layers.head.cross_entropy import IGNORED, pop_label_errors
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.outliers import look_again, sites_of
+from ds_fp8.layers.linear.outliers import outlier_channels_of, refresh_channels
 from ds_fp8.layers.selection import is_excluded
 from ds_fp8.monitor.cast_monitor import CastMonitor, Degradation, Measurement, Thresholds
 from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
-from ds_fp8.zero.collectives import reason_of_any
+from ds_fp8.zero.collectives import first_reason
 from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.parameters import data_parallel_group
 from ds_fp8.zero.group import FP8ParamGroup
@@ -44,7 +44,7 @@ class HealthReport:
 
 def check_labels(group: object = None) -> None:
     """Raise UserError on all ranks of a group where one has seen labels outside the vocabulary. Collective."""
-    reason = reason_of_any(pop_label_errors(), group)
+    reason = first_reason(pop_label_errors(), group)
     if reason is not None:
         raise UserError(
             f"{reason} (the loss is NaN)",
@@ -72,54 +72,54 @@ class Health:
         for module in modules:
             recipes += module.recipes_of_weights() if isinstance(module, FP8Experts) else ()
         # By id: Parameters compare element by element, and the model keeps them alive.
-        self._site_of = {id(weight): recipe.site for weight, recipe in recipes}
+        self._layer_names = {id(weight): recipe.name for weight, recipe in recipes}
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._site_of_gradient = {self._name_of[weight]: site for weight, site in self._site_of.items()}
-        sites = list(sites_of(engine.module))
-        self._outliers = {name: outliers for name, _, outliers in sites}
-        self._input_widths = {name: width for name, width, _ in sites}
+        self._gradient_names = {self._name_of[weight]: name for weight, name in self._layer_names.items()}
+        selections = list(outlier_channels_of(engine.module))
+        self._outliers = {name: outliers for name, _, outliers in selections}
+        self._input_widths = {name: width for name, width, _ in selections}
         group = data_parallel_group(engine)
         self._add_over_ranks = functools.partial(_add_over_ranks, group)
         for outliers in self._outliers.values():
             outliers.add_over_ranks = self._add_over_ranks
         self.routing = _watch_routing(engine, monitor, self._add_over_ranks)
         over_all_ranks = functools.partial(_over_all_ranks, group)
-        monitor.attach(engine.module, dict.fromkeys(self._site_of.values()), engine.device, over_all_ranks)
+        monitor.attach(engine.module, dict.fromkeys(self._layer_names.values()), engine.device, over_all_ranks)
 
     def observe_gradient(self, gradient: torch.Tensor, name: str, scale: torch.Tensor | None) -> None:
         """Measure the quantization of a weight's gradient for the reduce-scatter, rounded to nearest."""
-        if not self._monitor.active or name not in self._site_of_gradient:
+        if not self._monitor.active or name not in self._gradient_names:
             return
         flat, format = gradient.flatten(), self._plan.reduction.format
         groups = flat[: flat.numel() // BLOCK * BLOCK].view(-1, BLOCK)  # without a ragged last group
         if scale is None:
             quantized = quantize(groups, format, "1x128", "pow2")
         else:
-            data = cast(groups, scale, format, "tensor").view(torch.uint8)
+            data = quantize_with_scale(groups, scale, format, "tensor").view(torch.uint8)
             quantized = QuantizedTensor.of_bytes(data, scale, CastSpec(format, "tensor", "fp32"))
-        self._monitor.observe("grad_weight", groups, quantized, self._site_of_gradient[name])
+        self._monitor.observe("grad_weight", groups, quantized, self._gradient_names[name])
 
     def end_step(self) -> None:
         """End an optimizer step; after a measured one warn of degraded layers, and move them. Collective."""
         if self._monitor.active and self.weights is not None:
             observe = self._monitor.observe
             self.weights.observe(
-                lambda weight, rows, cast, n: observe("weight", rows, cast, self._site_of[id(weight)], n)
+                lambda weight, rows, quantized, n: observe("weight", rows, quantized, self._layer_names[id(weight)], n)
             )
         measurement = self._monitor.end_step()
         if measurement is None:
             return
         routing = None if self.routing is None else self.routing.take()
         # After the measurement, of the old channels; the next forward uses the new ones.
-        if look_again(self._outliers.values(), self._add_over_ranks):
+        if refresh_channels(self._outliers.values(), self._add_over_ranks):
             self._write_residuals(but_fixed=True)
         degraded = self._thresholds.check(measurement)
         for degradation in degraded:
             self.warn(f"warning: step {self._monitor.steps}: FP8 degrades in {degradation}")
         moved = []
         if self._plan.falls_back:
-            moved = list(dict.fromkeys(layer_of(self._model, degradation.site) for degradation in degraded))
-            moved = [layer for layer in moved if layer not in self.layers_in_bf16]  # a fused layer has several sites
+            moved = list(dict.fromkeys(layer_of(self._model, degradation.name) for degradation in degraded))
+            moved = [layer for layer in moved if layer not in self.layers_in_bf16]  # a fused layer has several names
             self.move_to_bf16(moved)
         self.last = HealthReport(measurement, degraded, moved, routing)
 

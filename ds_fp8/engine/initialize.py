@@ -351,7 +351,7 @@ def _micro_batch_tokens(configuration: Configuration, engine: deepspeed.DeepSpee
 def _fuse_loss(model: torch.nn.Module, fp8: FP8Config) -> LossFusion:
     if not fp8.multiplies_head_in_fp8:
         return fuse_loss(model)
-    # The head is no site of the monitor: what degrades there has no layer to fall back.
+    # The monitor does not measure the head: no layer could fall back to BF16 for it.
     loss = fuse_loss(model, recipe_from_config(fp8, CastMonitor(0)))
     if not loss.fused:
         raise UserError(

@@ -34,7 +34,7 @@ from ds_fp8.config.deepspeed_json import Configuration, DeepSpeedValues, known_k
 from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import flat
 from ds_fp8.config.refusals import DEEPSPEED, FP8, STAGE_3, refusals
-from ds_fp8.config.schema import nearest, shown
+from ds_fp8.config.schema import clipped_repr, nearest
 from ds_fp8.engine.optimizer import make_adamw, research_optimizer, uses_own_optimizer
 from ds_fp8.zero.deepspeed import versions as deepspeed_versions
 
@@ -113,15 +113,19 @@ def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
         # Comments of JSON files; and dotted keys that TRL writes beside the sections of a reference model.
         ignored = key.startswith(("_", "//", "#")) or key.partition(".")[0] in known
         if not ignored:
-            refuse(clipped(key), f"DeepSpeed does not know the key {shown(key)}", nearest(key, known) or "remove it")
+            refuse(
+                clipped(key), f"DeepSpeed does not know the key {clipped_repr(key)}", nearest(key, known) or "remove it"
+            )
     for section, listed in _LISTED_KEYS.items():
         given = values.get(section)
         for key in given if isinstance(given, Mapping) else ():
             if key not in listed:
-                refuse(f"{section}.{clipped(key)}", f'"{section}" has no key {shown(key)}', nearest(key, listed))
+                refuse(f"{section}.{clipped(key)}", f'"{section}" has no key {clipped_repr(key)}', nearest(key, listed))
     for key, word in flat({key: value for key, value in values.items() if key not in _NOT_BOOLEAN}):
         if isinstance(word, str) and (boolean := _WORDS_FOR_BOOLEANS.get(word.lower())):
-            refuse(key, f"{key} is the text {shown(word)}, not true or false", f"{boolean}, without quotation marks")
+            refuse(
+                key, f"{key} is the text {clipped_repr(word)}, not true or false", f"{boolean}, without quotation marks"
+            )
 
 
 def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, mistakes: list[UserError]) -> None:
@@ -156,7 +160,7 @@ def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, 
         kind = getattr(torch.optim, name)
     else:
         known = {*of_torch, "AdamW", *registry.OPTIMIZERS, *DEEPSPEED_OPTIMIZERS}
-        refuse("optimizer.type", f"unknown optimizer {shown(name)}", nearest(name, known, "Known optimizers"))
+        refuse("optimizer.type", f"unknown optimizer {clipped_repr(name)}", nearest(name, known, "Known optimizers"))
         return
     _check_stepped(configuration, name, kind, False, refuse)
     wrong = kind is None or _check_call(name, kind, params, "optimizer.params", refuse)
@@ -231,7 +235,7 @@ def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:
         right = isinstance(numbers, list | tuple) and all(type(number) in (int, float) for number in numbers)
         if not right or (key == "betas" and len(numbers) != 2):
             what = "a pair of numbers" if key == "betas" else "a number"
-            refuse(f"optimizer.params.{key}", f"{key} {shown(value)} is not {what}", f'"{key}": {_USUAL[key]}')
+            refuse(f"optimizer.params.{key}", f"{key} {clipped_repr(value)} is not {what}", f'"{key}": {_USUAL[key]}')
 
 
 def _check_scheduler(section: Any, refuse: Refuse) -> None:
@@ -242,7 +246,7 @@ def _check_scheduler(section: Any, refuse: Refuse) -> None:
     known = {*lr_schedules.VALID_LR_SCHEDULES, *of_torch}
     if not isinstance(kind, str) or kind not in known:
         remedy = nearest(str(kind), lr_schedules.VALID_LR_SCHEDULES, "DeepSpeed has")
-        refuse("scheduler.type", f"unknown scheduler {shown(kind)}", remedy)
+        refuse("scheduler.type", f"unknown scheduler {clipped_repr(kind)}", remedy)
         return
     params = section.get("params") or {}
     if not isinstance(params, Mapping):
@@ -269,7 +273,7 @@ def _check_call(name: str, kind: Any, given: Mapping, key: str, refuse: Refuse, 
         return False
     unknown = [word for word in given if word not in taken]
     for word in unknown:
-        refuse(f"{key}.{clipped(word)}", f"{name} takes no {shown(word)}", nearest(word, taken, "It takes"))
+        refuse(f"{key}.{clipped(word)}", f"{name} takes no {clipped_repr(word)}", nearest(word, taken, "It takes"))
     needed = [word for word, part in taken.items() if required and part.default is part.empty]
     missing = [word for word in needed if word not in given]
     for word in missing:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import UserError, first_line
-from ds_fp8.config.schema import shown
+from ds_fp8.config.schema import clipped_repr
 from ds_fp8.layers.attention.format import PREFIX, is_attention, restore_attention, window_of
 from ds_fp8.layers.attention.sequence_parallel import exchange_of, separate_documents
 from ds_fp8.zero.deepspeed import ulysses
@@ -36,7 +36,7 @@ def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
     """Return the number of ranks of a sequence: 1 if the configuration has no key, or a device mesh instead."""
     size = raw.get(KEY, 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        _refuse(f"{KEY} must be a whole number of at least 1, got {shown(size)}", f'"{KEY}": 2, say')
+        _refuse(f"{KEY} must be a whole number of at least 1, got {clipped_repr(size)}", f'"{KEY}": 2, say')
     return 1 if "data_parallel_size" in raw else size  # DeepSpeed makes a device mesh of the two
 
 

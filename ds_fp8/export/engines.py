@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.folder import SHARD_BYTES, Progress, check_target, write_folder
+from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.export.plan import Entry, Plan, Tensors, make_plan, named_tensors, plan_to_serve
-from ds_fp8.export.together import together
 from ds_fp8.layers.experts.selection import names_of_experts
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.published import stored_buffers
@@ -53,7 +53,7 @@ def export_engine(
         check_target(folder, force)
         plan = make_plan(model, _in_bf16(engine), engine.fp8.config.linear, layout)
 
-    together(check)
+    on_all_ranks(check)
     if not isinstance(model, PreTrainedModel):
         raise UserError(
             f"a {type(model).__name__} has no configuration to write", remedy="train and export a model of transformers"
@@ -74,7 +74,7 @@ def export_engine(
             deque(weights, maxlen=0)  # the other ranks wait in the remaining all-gathers
             raise
 
-    together(write)  # no rank reads the folder before rank 0 has renamed it
+    on_all_ranks(write)  # no rank reads the folder before rank 0 has renamed it
     return plan
 
 
@@ -98,7 +98,7 @@ def _unsharded(
         if failures:
             raise failures[0]
 
-    together(raise_first)
+    on_all_ranks(raise_first)
 
 
 def served_weights(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
@@ -153,7 +153,7 @@ def unsharded_entries(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator
 
     Yields:
         An entry and its tensors by name, as training computes with them; or this rank's error, to be raised by
-        `together` when no rank is in an all-gather.
+        `on_all_ranks` when no rank is in an all-gather.
     """
     parameters = stored_buffers(engine.module) | dict(engine.module.named_parameters())
     owners = {name: linear for name, linear in linear_layers(engine.module).items() if isinstance(linear, FP8Linear)}
@@ -165,7 +165,7 @@ def unsharded_entries(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator
         with deepspeed.zero.GatheredParameters([parameters[name]]), torch.no_grad():
             # A copy: the unsharded memory is freed at the end of the context.
             weight = parameters[name].detach().to(entry.form.dtype, copy=True)
-        return owners[name.removesuffix(".weight")].recipe.cast_weight(weight) if entry.quantized else weight
+        return owners[name.removesuffix(".weight")].recipe.quantize_weight(weight) if entry.quantized else weight
 
     for entry in plan.entries:
         # All-gathered as the quantized weights of training; others from BF16, quantized as their FP8 layers do.

@@ -1,13 +1,13 @@
-"""Scaled matrix products: one interface, and the backends that compute it.
+"""Scaled matrix products: one interface over several backends.
 
     scaled_matmul(a [M, K], b [N, K]) = (a.data * a.scale) @ (b.data * b.scale)ᵀ -> [M, N]
 
-Both operands have the contraction K as their last dimension, and lie so in memory, the only layout Hopper's FP8 units
-take (`reads_transposed` says which backends take views). fprop, dgrad and wgrad are three calls with different operands
-(see ds_fp8.layers.linear.linear).
+The contraction K is the last, contiguous dimension of both operands, the only layout of Hopper's FP8 tensor cores
+(`reads_transposed`: backends that also take views). fprop, dgrad and wgrad are calls with different operands (see
+ds_fp8.layers.linear.linear).
 
-A backend is chosen at the start, by one small product of every pair of casts that it is to multiply: neither compute
-capability nor torch's version tells which scales cuBLASLt takes.
+The backend is selected at the start by a small trial product for every pair of casts: neither compute capability nor
+torch's version determines which scales cuBLASLt supports.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ds_fp8.gemm import cublas, deep_gemm, reference
 
 __all__ = ["BACKENDS", "DESCRIPTIONS", "reads_transposed", "scaled_matmul", "select_backend", "unavailable"]
 
-# Backends in order of preference; research registers those that have not been seen to run. Each has unavailable(),
-# unsupported(formats and granularities), and a scaled_matmul that is called with operands it supports, none of them
-# empty; where it matters, unsupported_scale(type, granularity) and READS_TRANSPOSED.
+# In order of preference; research registers more. A backend has unavailable(), unsupported(formats and granularities),
+# a scaled_matmul for supported operands that are not empty, and optionally unsupported_scale(type, granularity) and
+# READS_TRANSPOSED.
 BACKENDS: dict[str, ModuleType] = {"deep_gemm": deep_gemm, "cublas": cublas, "reference": reference}
 
 DESCRIPTIONS = {
@@ -39,20 +39,20 @@ DESCRIPTIONS = {
 }
 
 Multiply = Callable[[QuantizedTensor, QuantizedTensor, torch.dtype], torch.Tensor]
-TRIAL = 128  # side of the operands of a product that is tried out
+TRIAL = 128  # side of the operands of a trial product
 
 
 def unavailable(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str | None:
-    """Return why backend `name` cannot run all of `products`, casts of operands (a, b), on this machine, or None."""
+    """Return why backend `name` cannot run all `products`, casts of operands (a, b), on this machine, or None."""
     module = BACKENDS[name]
     reason, emulates = module.unavailable(), name == "reference"
     why_not_scaled = getattr(module, "unsupported_scale", lambda scale, granularity: None)
     for a, b in products:
         emulated = next((cast for cast in (a, b) if cast.emulated and not emulates), None)
-        reason = reason or (emulated and f"operands cast as {emulated} are emulated")
+        reason = reason or (emulated and f"operands quantized as {emulated} are emulated")
         reason = reason or why_not_scaled(a.scale, a.granularity) or why_not_scaled(b.scale, b.granularity)
         reason = reason or module.unsupported(a.format, a.granularity, b.format, b.granularity)
-        # Last, since it launches kernels: the answers above need no GPU.
+        # Last, since it launches kernels; the checks above need no GPU.
         reason = reason or (None if emulates else why_not_multiplied(module.scaled_matmul, a, b))
     return reason
 
@@ -64,18 +64,18 @@ def why_not_in_fp32(name: str, a: CastSpec, b: CastSpec) -> str | None:
 
 
 def reads_transposed(backend: str) -> bool:
-    """Return whether a backend multiplies transposed views where they lie; others copy them."""
+    """Return whether a backend multiplies transposed views without a copy."""
     return getattr(BACKENDS[backend], "READS_TRANSPOSED", False)
 
 
 def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()) -> str:
-    """Return the backend that `name`, or "auto" for the first able one, stands for on this machine.
+    """Return backend `name`, or for "auto" the first that runs `products` on this machine.
 
-    Raises UserError where the named backend cannot run the products, and where "auto" finds none but the emulation on a
-    machine with a GPU, unless the casts are emulated whatever multiplies.
+    Raises UserError if the named backend cannot run them, and if "auto" finds only the emulation on a machine with a
+    GPU, unless the casts themselves are emulated.
     """
     products, reasons = list(products), {}
-    for backend in _to_be_tried() if name == "auto" else [name]:
+    for backend in _candidates() if name == "auto" else [name]:
         reasons[backend] = unavailable(backend, products)
         if reasons[backend] is None:
             return backend
@@ -88,14 +88,14 @@ def select_backend(name: str, products: Iterable[tuple[CastSpec, CastSpec]] = ()
     else:
         listed = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
         problem = f"no FP8 products on this machine ({listed})"
-    # "use reference" would be poor advice on a machine with a GPU: it is slower than BF16.
+    # On a GPU "reference" is slower than BF16: no remedy.
     emulate = able == ["reference"] and on_gpu
     remedy = _remedy(products) if emulate else f"use {' or '.join(able)}, or auto"
     raise UserError(problem, key="fp8.linear.backend", remedy=remedy)
 
 
-def _to_be_tried() -> Iterator[str]:
-    """Yield the backends but the reference, which runs anywhere; on a GPU those of research last."""
+def _candidates() -> Iterator[str]:
+    """Yield all backends but the reference, on a GPU those of research last."""
     own = [name for name in BACKENDS if name != "reference"]
     yield from own
     if torch.cuda.is_available():
@@ -124,8 +124,8 @@ def scaled_matmul(
     backend: str = "reference",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Multiply a [M, K] by b [N, K] transposed, which the backend supports; sum in FP32 and round once."""
-    # cuBLASLt refuses empty matrices. An empty contraction sums to zeros.
+    """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N], summed in FP32 and rounded once; the backend must support the casts."""
+    # cuBLASLt refuses empty matrices; an empty contraction sums to zeros.
     if 0 in (*a.shape, *b.shape):
         return torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.data.device)
     return BACKENDS[backend].scaled_matmul(a, b, out_dtype)
@@ -134,9 +134,9 @@ def scaled_matmul(
 def why_not_multiplied(
     multiply: Multiply, a: CastSpec, b: CastSpec, out_dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
-    """Return why a backend's product cannot multiply operands of these casts on this GPU, or None.
+    """Return why a backend cannot multiply operands of these casts on this GPU, or None.
 
-    The host waits for the first product of a kind; its outcome is kept for this process and GPU.
+    Syncs the host for the trial product; cached per process and GPU.
     """
     return _tried(multiply, (a.format, a.granularity), (b.format, b.granularity), out_dtype, _device())
 
@@ -148,11 +148,11 @@ def _tried(
     try:
         with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
             product = multiply(_ones(*a, device), _ones(*b, device), out_dtype)
-            # Ones times ones, summed 128 times, is 128 exactly: a kernel that reads the wrong layout of scales shows.
+            # A sum of 128 ones is 128 exactly, unless a kernel reads scales in a wrong layout.
             if product.shape == (TRIAL, TRIAL) and product.dtype is out_dtype and bool((product == TRIAL).all()):
                 return None
         what = "its result is wrong"
-    # A library that cannot run raises the errors of its parts: RuntimeError, AssertionError, OSError of a compiler.
+    # Libraries raise anything: RuntimeError, AssertionError, OSError of a compiler.
     except Exception as error:
         what = first_line(error) if not isinstance(error, UserError) else error.problem
     (a_format, a_granularity), (b_format, b_granularity) = a, b
@@ -166,11 +166,11 @@ def _ones(format: str, granularity: str, device: torch.device) -> QuantizedTenso
 
 
 def _device() -> torch.device:
-    """Return the GPU of this rank: DeepSpeed makes it the current one at its initialisation, which may come later."""
+    """Return the GPU of this rank, which DeepSpeed may not have made current yet."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index, local_rank = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
-    # Not yet set by DeepSpeed: all ranks of a host would try the first GPU at once.
+    # Not yet set by DeepSpeed: all ranks of a host would use GPU 0.
     if index == 0 and local_rank.isdigit() and int(local_rank) < torch.cuda.device_count():
         index = int(local_rank)
     return torch.device("cuda", index)

@@ -1,19 +1,18 @@
-"""The scaled product on FP8 units, through torch.nn.functional.scaled_mm (cuBLASLt).
+"""The scaled product on FP8 tensor cores, through torch.nn.functional.scaled_mm (cuBLASLt).
 
-cuBLASLt knows four pairs of scalings; every other pair is written as one of them by repeating scales, which changes
-nothing but their layout:
+cuBLASLt supports four pairs of granularities; every other pair is expressed as one of them by repeating scales:
 
     a           b           runs as
     tensor      tensor      one scale each
     row         row         one scale per row of a and per row of b; also for tensor x row
-    1x128       128x128     and the same with a and b exchanged
-    1x128       1x128       and every pair of other granularities with one of these two
+    1x128       128x128     also with a and b exchanged
+    1x128       1x128       also every pair of another granularity with one of these
 
-Both operands are E4M3, or one of them E5M2 where the scales are per tensor or per row. Dimensions are padded with
-zeros to multiples of 16, the alignment that cuBLASLt asks for.
+Operands are E4M3; one may be E5M2 with scales per tensor or per row. Dimensions are padded with zeros to multiples of
+16, the alignment of cuBLASLt.
 
-Scales per tensor and per row run on later GPUs too; block scales need Hopper and cuBLASLt 12.9. What this machine takes
-is not listed here but tried out (`why_not_multiplied`).
+Scales per tensor and per row run on later GPUs, too; block scales need Hopper and cuBLASLt 12.9. Trial products find
+out what this machine supports (`why_not_multiplied`).
 """
 
 from __future__ import annotations
@@ -48,17 +47,16 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
 
 
 def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N] for operands that are supported and not empty."""
+    """Multiply a [M, K] @ b [N, K]ᵀ -> [M, N]; operands are supported and not empty."""
     rows, columns = a.shape[0], b.shape[0]
     kinds = F.ScalingType
     pair = {a.granularity, b.granularity}
     if pair == {"tensor"}:
         scaling = (a.scale, kinds.TensorWise, b.scale, kinds.TensorWise)
-    # tensor by row too: the one scale is repeated for every row.
     elif not pair & set(BLOCKWISE):
-        scaling = (_row_scale(a), kinds.RowWise, _row_scale(b).t(), kinds.RowWise)
+        scaling = (_row_scale(a), kinds.RowWise, _row_scale(b).t(), kinds.RowWise)  # also tensor by row
     elif b.granularity == "128x128":
-        # torch wants the scales of b as b itself: transposed. Its strides tell it which kernel's layout they are in.
+        # torch expects the scales of b transposed, like b, and reads their layout from the strides.
         scaling = (group_scale(a), kinds.BlockWise1x128, block_scale(b).t(), kinds.BlockWise128x128)
     elif a.granularity == "128x128":
         scaling = (block_scale(a).t(), kinds.BlockWise128x128, group_scale(b), kinds.BlockWise1x128)
@@ -68,8 +66,7 @@ def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     result = F.scaled_mm(
         aligned(a.data), aligned(b.data).t(), *scaling, output_dtype=out_dtype, use_fast_accum=False
     )  # fmt: skip
-    # Zeros of the padding gave rows and columns of zeros; a slice would keep their memory alive, and be no whole
-    # matrix.
+    # Without the padding; contiguous, since a slice would hold the padded memory.
     return result if result.shape == (rows, columns) else result[:rows, :columns].contiguous()
 
 
@@ -78,11 +75,11 @@ def _round_up(length: int) -> int:
 
 
 def aligned(data: torch.Tensor) -> torch.Tensor:
-    """Return FP8 [R, K], contiguous, with both dimensions padded by zeros to the alignment."""
+    """Return FP8 [R, K] contiguous, both dimensions zero-padded to the alignment."""
     rows, columns = (_round_up(length) for length in data.shape)
     if (rows, columns) == tuple(data.shape):
         return data.contiguous()
-    # As bytes: torch pads no FP8. A code of 0 is the number 0 in every format.
+    # Bytes, since torch cannot pad FP8; byte 0 is 0.0 in every format.
     padded = torch.zeros(rows, columns, dtype=torch.uint8, device=data.device)
     padded[: data.shape[0], : data.shape[1]] = data.view(torch.uint8)
     return padded.view(data.dtype)
@@ -93,33 +90,33 @@ def _row_scale(q: QuantizedTensor) -> torch.Tensor:
 
 
 def group_scale(q: QuantizedTensor) -> torch.Tensor:
-    """Return [R, K/128] with strides (1, R), for a padded number of rows R."""
+    """Return the scales [R, K/128] with strides (1, R), R padded to the alignment."""
     groups = -(-q.shape[1] // BLOCK)
     scale = q.scale
     if q.granularity == "128x128":
-        # Scales of blocks as scales of groups: each of the 128 rows of a block has that of the block.
+        # As 1x128: the scale of a block for each of its 128 rows.
         scale = scale.repeat_interleave(BLOCK, 0)[: q.shape[0]]
-    # cuBLASLt reads 1x128 scales with stride 1 along the rows: 128 rows' scales of one group in one access.
+    # cuBLASLt reads 1x128 scales with stride 1 along the rows.
     scale = _padded_rows(scale.expand(q.shape[0], groups))
     if scale.stride() != (1, len(scale)):
-        # Not contiguous(): for a single group it would keep the given stride.
+        # contiguous() would keep the stride of a single group.
         scale = torch.empty(groups, len(scale), device=scale.device).copy_(scale.t()).t()
     return scale
 
 
 def _padded_rows(scale: torch.Tensor) -> torch.Tensor:
     missing = _round_up(scale.shape[0]) - scale.shape[0]
-    # 1 for rows of padding, whose codes are zeros: uninitialised scales could be NaN, and 0 times NaN is NaN.
+    # 1 for padding: uninitialised scales could be NaN, and 0 * NaN is NaN.
     return torch.cat([scale, scale.new_ones(missing, scale.shape[1])]) if missing else scale
 
 
 def block_scale(q: QuantizedTensor) -> torch.Tensor:
-    """Return [R/128, L], contiguous, where L is K/128 rounded up to a multiple of 4: the layout of block_scales."""
+    """Return the scales [R/128, L], contiguous, L = K/128 rounded up to a multiple of 4: the layout of block_scales."""
     rows, columns = q.scale.shape
     length = -(-columns // 4) * 4
     scale = q.scale
-    # Rows of 128x128 scales are read 16 bytes at a time, to the end of the padded row: that memory must be there,
-    # though no number in it counts. Kernels and gathers write scales so from the start; others' are copied here.
+    # cuBLASLt reads rows of scales 16 bytes at a time, past K/128: the padding must be allocated, its values do not
+    # matter. Kernels and all-gathers write this layout; other scales are copied.
     if scale.stride() != (length, 1) or scale.untyped_storage().nbytes() < 4 * (scale.storage_offset() + rows * length):
         scale = block_scales(rows, columns, q.scale.device).copy_(q.scale)
     return scale.as_strided((rows, length), (length, 1))

@@ -1,13 +1,13 @@
-"""The block-scaled product through DeepGEMM, where it is installed: 1.07 to 1.18 times as fast as cuBLASLt.
+"""The block-scaled product through DeepGEMM, if installed: 1.07 to 1.18 times as fast as cuBLASLt.
 
-It multiplies 1x128 by 128x128 in this backend, which is fprop and dgrad of the block recipes, and wgrad of hybrid_fast.
-Everything else goes to cuBLASLt: 1x128 by 1x128, where DeepGEMM writes FP32 only and is no faster, other granularities,
-and dimensions that are no multiples of 128.
+DeepGEMM multiplies 1x128 by 128x128: fprop and dgrad of the block recipes, and wgrad of hybrid_fast. All else is
+cuBLASLt's: 1x128 by 1x128, for which DeepGEMM returns FP32 only and is no faster, other granularities, and dimensions
+that are no multiples of 128.
 
-DeepGEMM compiles a kernel when sizes are first multiplied, in 6 to 15 s, and keeps it on disk, in ~/.deep_gemm or
-DG_JIT_CACHE_DIR. One process of a host compiles at a time here; the others then find its kernel.
+DeepGEMM compiles a kernel per shape in 6 to 15 s, cached on disk in ~/.deep_gemm or DG_JIT_CACHE_DIR. One process per
+host compiles at a time; the others then load its kernel.
 
-The package comes from `pip install ds-fp8[deep-gemm]` (SGLang's build, sgl-deep-gemm) or from DeepGEMM's own source.
+The package comes from `pip install ds-fp8[deep-gemm]` (SGLang's build, sgl-deep-gemm) or from DeepGEMM's source.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.config.log import logger
 from ds_fp8.gemm import cublas
 
-ROWS = 16  # the rows of a product must be a multiple of it, to which its scales are padded
+ROWS = 16  # rows of a product must be a multiple of this, the padding of its scales
 
 
 class Product(NamedTuple):
-    """Sizes of [rows, contraction] times [columns, contraction] transposed, which decide which kernel computes it."""
+    """Shape of [rows, contraction] @ [columns, contraction]ᵀ, which selects the kernel."""
 
     rows: int
     columns: int
     contraction: int
-    groups: int = 0  # matrices, each of a group of rows; 0: one matrix and no groups
+    groups: int = 0  # matrices, one per group of rows; 0: not grouped
 
     @property
     def possible(self) -> bool:
@@ -51,7 +51,7 @@ class Product(NamedTuple):
         return " x ".join(map(str, self[:3])) + (f" of {self.groups} groups" if self.groups else "")
 
 
-_ready: set[Product] = set()  # products whose kernels this process has loaded
+_ready: set[Product] = set()  # shapes whose kernels this process has loaded
 
 
 @functools.lru_cache(maxsize=1)
@@ -88,14 +88,14 @@ def multiplies_groups() -> bool:
 
 
 def grouped_matmul(a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor, groups: int) -> torch.Tensor:
-    """Multiply the rows a [R, K] of each group, cast 1x128, by its matrix of b [groups * N, K], cast 128x128, in BF16.
+    """Multiply the rows of each group of a [R, K] (1x128) by its matrix of b [groups * N, K] (128x128); BF16 result.
 
-    of_tile: int32 [R/128], the group of each 128 rows; the result of those with -1 is undefined.
+    of_tile: int32 [R/128], the group of each 128 rows; -1: their result is undefined.
     """
     product = Product(a.shape[0], b.shape[0] // groups, a.shape[1], groups)
     matrices = b.data.contiguous().view(groups, product.columns, product.contraction)
     scales = b.scale.contiguous().view(groups, -1, product.contraction // BLOCK)
-    # DeepGEMM wants the group of every row.
+    # DeepGEMM takes the group of every row.
     of_row = of_tile[:, None].expand(-1, BLOCK).reshape(-1)
     return _multiply("m_grouped_fp8_gemm_nt_contiguous", product, a, (matrices, scales), of_row)
 
@@ -112,7 +112,7 @@ def _multiply(name: str, product: Product, a: QuantizedTensor, right: tuple, *of
     if product in _ready:
         launch()
         return result
-    with _alone_on_this_host():
+    with _compile_lock():
         begin = time.monotonic()
         try:
             launch()
@@ -131,17 +131,17 @@ def _multiply(name: str, product: Product, a: QuantizedTensor, right: tuple, *of
 
 
 def _packed(scale: torch.Tensor) -> torch.Tensor:
-    """Return `scale` [rows, columns] with strides (columns, 1), which contiguous() does not promise for one row."""
+    """Return `scale` [rows, columns] with strides (columns, 1), which contiguous() does not ensure for one row."""
     if scale.stride() == (scale.shape[1], 1):
         return scale
     return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
 @contextlib.contextmanager
-def _alone_on_this_host() -> Iterator[None]:
-    """Wait until no other process of this host compiles; the system frees a dead holder's lock."""
+def _compile_lock() -> Iterator[None]:
+    """Lock compilation on this host; the kernel releases the lock of a dead process."""
     folder = Path(os.environ.get("DG_JIT_CACHE_DIR") or Path.home() / ".deep_gemm").absolute()
-    # Not in the folder itself: several hosts may share it, and not every file system locks.
+    # Not in the cache folder, which hosts may share and whose file system may not lock.
     name = f"ds_fp8_deep_gemm_{os.getuid()}_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.lock"
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(Path(tempfile.gettempdir(), name), flags, 0o600)

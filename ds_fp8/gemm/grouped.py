@@ -1,13 +1,13 @@
-"""Scaled products of groups of rows, as a mixture of experts multiplies them: no count is read by the host.
+"""Grouped scaled products for mixtures of experts, without host syncs.
 
     grouped_matmul   y [R, N]       rows of group g:  y_g = a_g [.., K] · b_g [N, K]ᵀ      fprop and dgrad
     grouped_wgrad    dw [G, N, K]   of group g:       dw_g = dy_gᵀ [N, ..] · x_g [.., K]    over the group's rows
 
-The rows of a group are adjacent and begin at a multiple of 128 (RowGroups); between the end of a group and the next one
-operands hold zeros. Groups of a cast that lies along the rows therefore never belong to two groups of rows.
+The rows of a group are adjacent and begin at a multiple of 128 (RowGroups), with zeros up to the next group. Scale
+groups along the rows therefore never straddle two groups of rows.
 
-On a GPU a Triton kernel (grouped_triton.py) or, for grouped_matmul, DeepGEMM computes them, elsewhere, and with the
-backend "reference", plain torch.
+Computed by Triton (grouped_triton.py) or, for grouped_matmul, DeepGEMM on a GPU, by plain torch on a CPU and with the
+backend "reference".
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ds_fp8.gemm import deep_gemm, reference
 class RowGroups(NamedTuple):
     """Rows of a matrix [R, ...] by group; R is a multiple of 128."""
 
-    counts: torch.Tensor  # int32 [G], the rows of each group
-    starts: torch.Tensor  # int32 [G], the first row of each group: multiples of 128, in the order of the groups
-    of_tile: torch.Tensor  # int32 [R/128], the group of each 128 rows; -1 where they belong to none
+    counts: torch.Tensor  # int32 [G], rows of each group
+    starts: torch.Tensor  # int32 [G], first row of each group: ascending multiples of 128
+    of_tile: torch.Tensor  # int32 [R/128], the group of each 128 rows; -1: none
 
 
 def unsupported(a: CastSpec, b: CastSpec) -> str | None:
-    """Return why operands cast like this (rows and weights, or dy and x along the rows) are not multiplied, or None."""
+    """Return why operands with these casts (rows and weights, or columnwise dy and x) are unsupported, or None."""
     for cast in (a, b):
         if cast.emulated or cast.format != "e4m3":
             return f"products of experts multiply e4m3, not {cast}"
@@ -48,10 +48,10 @@ def grouped_matmul(
     backend: str = "reference",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Multiply the rows of each group of a [R, K], cast 1x128, by its own matrix of b [G * N, K], cast 128x128: [R, N].
+    """Multiply the rows of each group of a [R, K] (1x128) by its matrix of b [G * N, K] (128x128): [R, N].
 
-    Rows of no group are zeros, in a and in the result. All backends but "reference" and "deep_gemm" mean the Triton
-    kernel. Operands must be supported, and their sides but R multiples of 128.
+    Rows of no group are zeros, in a and in the result. Backends other than "reference" and "deep_gemm" mean the Triton
+    kernel. Operands must be supported, N and K multiples of 128.
     """
     number = len(groups.counts)
     if backend != "reference" and a.data.device.type == "cuda":
@@ -60,13 +60,13 @@ def grouped_matmul(
         if backend == "deep_gemm" and out_dtype is torch.bfloat16 and deep_gemm.multiplies_groups():
             return zero_unused_tiles(deep_gemm.grouped_matmul(a, b, groups.of_tile, number), groups.of_tile)
         return multiply_tiles(a, b, groups, out_dtype)
-    # Group by group: on a GPU the host waits for the counts.
+    # Group by group: syncs the host on a GPU.
     side = b.shape[0] // number
     result = torch.zeros(a.shape[0], side, dtype=out_dtype, device=a.data.device)
     for group, (start, count) in enumerate(_spans(groups)):
         if count:
             rows, of_b = slice(start, start + count), slice(group * side, (group + 1) * side)
-            # A matrix has whole blocks of scales, since N is a multiple of 128.
+            # N is a multiple of 128: full blocks of scales per matrix.
             blocks = slice(of_b.start // BLOCK, of_b.stop // BLOCK)
             ours = replace(a, data=a.data[rows], scale=a.scale[rows])
             matrix = replace(b, data=b.data[of_b], scale=b.scale[blocks])
@@ -82,9 +82,9 @@ def grouped_wgrad(
     backend: str = "reference",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Multiply dy [N, R] and x [K, R], both cast along the rows, over the rows of each group: [G, N, K].
+    """Multiply columnwise dy [N, R] (1x128) and x [K, R] (128x128 or 1x128) over the rows of each group: [G, N, K].
 
-    Rows of no group are zeros in dy. dy is cast 1x128, x 128x128 or 1x128. Backends and sides as of grouped_matmul.
+    Rows of no group are zeros in dy. Backends and shapes as of grouped_matmul.
     """
     if backend != "reference" and dy.data.device.type == "cuda":
         from ds_fp8.gemm.grouped_triton import multiply_along_rows
@@ -95,7 +95,7 @@ def grouped_wgrad(
     for group, (start, count) in enumerate(_spans(groups)):
         if count:
             tiles = slice(start // BLOCK, -(-(start + count) // BLOCK))
-            # To the end of the last tile: rows behind the group are zeros and add nothing.
+            # To the end of the last tile: padding rows are zeros.
             rows = slice(start, tiles.stop * BLOCK)
             left, right = (replace(q, data=q.data[:, rows], scale=q.scale[:, tiles]) for q in (dy, x))
             result[group] = reference.scaled_matmul(left, right, out_dtype)
@@ -103,7 +103,7 @@ def grouped_wgrad(
 
 
 def _spans(groups: RowGroups) -> list[tuple[int, int]]:
-    """Return (first row, rows) of each group; none on the meta device, where results are shapes alone."""
+    """Return (first row, rows) of each group; empty on the meta device."""
     if groups.starts.is_meta:
         return []
     return list(zip(groups.starts.tolist(), groups.counts.tolist(), strict=True))

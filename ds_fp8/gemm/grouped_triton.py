@@ -1,10 +1,10 @@
-"""The products of grouped.py in Triton for Hopper: FP8 tensor cores, and scales applied after every 128 of the sum.
+"""The products of grouped.py in Triton for Hopper: FP8 tensor cores, scales applied per 128 of the contraction.
 
-Operands come through tensor descriptors (TMA), a tile of 128 x 128 each. The programs cover as many tiles as there may
-be in the worst case; which group a tile belongs to, and how many rows a group has, they read on the GPU.
+Operands are loaded by tensor descriptors (TMA) in tiles of 128 x 128. The grid covers the worst case; programs read the
+group of a tile and the rows of a group on the GPU.
 
-Hopper's tensor cores sum FP8 products in fewer bits than FP32's; each tl.dot sums 128 of them and begins at zero, and
-what it gives is added up in FP32.
+Hopper's tensor cores accumulate FP8 products in fewer bits than FP32: each tl.dot sums 128 products from zero, and its
+result is added in FP32.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ds_fp8.config.formats import BLOCK
 from ds_fp8.gemm.grouped import RowGroups
 
 WARPS = 8
-# Tiles of either operand that are on their way at once. Registers leave room for one program a multiprocessor.
+# Tiles of either operand in flight. Registers allow one program per SM.
 STAGES = 4
-REGISTERS: int | None = None  # limit of registers a thread: 128, with 3 stages, would leave room for two programs
-PANEL = 8  # tiles of rows whose programs run one after another, column by column: what they read stays in the L2 cache
+REGISTERS: int | None = None  # limit of registers per thread; 128 and 3 stages would allow two programs per SM
+PANEL = 8  # tiles of rows per panel: programs go column by column within one, for reuse in the L2 cache
 
 
 @triton.jit
@@ -30,9 +30,9 @@ def _multiply_tiles(
     a, a_scale, b, b_scale, of_tile, result, tiles, a_scale_along, b_scale_across,
     N: tl.constexpr, K: tl.constexpr, PANEL: tl.constexpr,
 ):
-    """Store one tile of a · b_gᵀ, zeros where it belongs to no group."""
+    """Store one tile of a · b_gᵀ; zeros without group."""
     per_panel = PANEL * (N // 128)
-    # Programs are numbered panel by panel, within one down the rows of a column: PANEL tiles of a meet one tile of b.
+    # Numbered panel by panel, and down the rows of a column in one: PANEL tiles of a share a tile of b.
     first = tl.program_id(0) // per_panel * PANEL
     height = tl.minimum(tiles - first, PANEL)
     within = tl.program_id(0) % per_panel
@@ -41,7 +41,7 @@ def _multiply_tiles(
     m = tile * 128 + tl.arange(0, 128)
     n = column * 128 + tl.arange(0, 128)
     address = result + m[:, None].to(tl.int64) * N + n[None, :]
-    # Known only on the device: the grid covers the worst case, and the host never reads how many rows there are.
+    # Known on the device alone: the host never syncs.
     group = tl.load(of_tile + tile)
     accumulator = tl.zeros([128, 128], dtype=tl.float32)
     if group < 0:
@@ -51,7 +51,7 @@ def _multiply_tiles(
     b_scale += (group * (N // 128) + column) * b_scale_across
     factor = tl.load(a_scale) * tl.load(b_scale)
     for block in range(K // 128):
-        # scales of the next block: loaded for this one, they would hold up its product
+        # prefetch the scales of the next block
         following = (block + 1) % (K // 128)
         factor_a, factor_b = tl.load(a_scale + following * a_scale_along), tl.load(b_scale + following)
         left = a.load([tile * 128, block * 128])
@@ -74,7 +74,7 @@ def _multiply_along_rows(
     k = first_k + tl.arange(0, 128)
     begin = tl.load(starts + group) // 128
     end = begin + (tl.load(counts + group) + 127) // 128
-    # Loads of scales for the next block stay inside, at the end and for groups without rows.
+    # Clamps the prefetch of scales at the end and for groups without rows.
     last = tl.maximum(end - 1, 0)
     dy_scale += n
     x_scale += first_k // 128 * x_scale_across if BLOCKS else k
@@ -151,5 +151,5 @@ def _descriptor(data: torch.Tensor) -> TensorDescriptor:
 
 
 def _by_group(scale: torch.Tensor) -> torch.Tensor:
-    # Group-major is how casts write them; anything else is copied into that layout once.
+    # Kernels write scales group-major; others are copied.
     return scale if scale.stride(0) == 1 else scale.t().contiguous().t()

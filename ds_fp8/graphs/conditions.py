@@ -250,7 +250,7 @@ def rows_in_a_graph(module: nn.Module, batch: Mapping[str, Any]) -> tuple[int, s
     mask, positions = (batch.get(name) for name in ("attention_mask", "position_ids"))
     implementation = _attention_of(module)
     place = place_of_slices(implementation)
-    if mask is not None and not documents.whole(mask):
+    if mask is not None and not documents.is_full(mask):
         # These two take a mask of tokens x tokens, which a graph makes of any padding, as Python does.
         if place is None and implementation in ("sdpa", "eager"):
             return 0, None

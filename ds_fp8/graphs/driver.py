@@ -160,7 +160,7 @@ class GraphDriver:
         if call.why is None:
             self._forget_changed_code()  # here alone: the fingerprint walks over all modules
             call.batch = dict(kwargs)
-            if (mask := kwargs.get("attention_mask")) is None or documents.whole(mask):
+            if (mask := kwargs.get("attention_mask")) is None or documents.is_full(mask):
                 call.batch.pop("attention_mask", None)  # of ones only: transformers leaves it out as well
             batch = tuple(
                 (name, tuple(x.shape), x.dtype, x.device.type) if torch.is_tensor(x) else (name, x)

@@ -152,7 +152,7 @@ def cache_on_batches(send_to_device: Callable) -> Callable:
                     if name == "position_ids":
                         documents.note_as(here, there)
                     else:
-                        documents.note_whole(there, bool(here.all()))
+                        documents.mark_full(there, bool(here.all()))
         return moved
 
     return send

@@ -23,8 +23,8 @@ from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.export.engines import served_plan, unsharded_entries
+from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.export.plan import Plan, named_tensors
-from ds_fp8.export.together import together
 from ds_fp8.integrations.vllm_backend import BACKEND, transfer_config
 
 if TYPE_CHECKING:
@@ -88,18 +88,18 @@ def sync_weights(
     announced, buffer_bytes = announcement(plan), _buffer_bytes(plan, chunk_bytes)
     begun = False
     try:
-        _together(link.open)
-        announced["gpus"] = [gpu for gpu in _together(_gpu) if gpu] if link.by_handle else []
-        _together(lambda: link.compare(announced))
+        _on_all_ranks(link.open)
+        announced["gpus"] = [gpu for gpu in _on_all_ranks(_gpu) if gpu] if link.by_handle else []
+        _on_all_ranks(lambda: link.compare(announced))
         begun = True
-        _together(link.start)
+        _on_all_ranks(link.start)
         tensors = size = chunks = 0
         for chunk, failure in _chunks(engine, plan, chunk_bytes):
             _send(link, chunk, buffer_bytes, failure)
             tensors, chunks = tensors + len(chunk), chunks + 1
             size += sum(tensor.nbytes for _, tensor in chunk)
             del chunk  # before the next one is unsharded
-        _together(link.finish)
+        _on_all_ranks(link.finish)
     except BaseException as error:
         if begun:
             link.abandon()
@@ -111,7 +111,7 @@ def sync_weights(
             mixed = f"vLLM may hold a part of the new weights: call sync_weights again before it generates{resume}"
             error.remedy = f"{error.remedy}; {mixed}"
         raise
-    _together(link.close)
+    _on_all_ranks(link.close)
     return Sent(tensors, size, time.perf_counter() - start, chunks, plan.layout)
 
 
@@ -131,8 +131,8 @@ def _buffer_bytes(plan: Plan, chunk_bytes: int) -> int:
     return min(sum(sizes), max(chunk_bytes, *sizes))
 
 
-def _together(call: Callable[[], Any]) -> list[Any]:
-    return together(call, _as_user_error)
+def _on_all_ranks(call: Callable[[], Any]) -> list[Any]:
+    return on_all_ranks(call, _as_user_error)
 
 
 def _as_user_error(error: Exception) -> UserError:
@@ -190,12 +190,12 @@ def _send(link: Link, chunk: Named, buffer_bytes: int, failure: Exception | None
         return _buffer.filled(chunk, buffer_bytes) if link.by_handle else {"weights": chunk}
 
     if not link.by_handle:
-        _together(lambda: link.update(fill()))
+        _on_all_ranks(lambda: link.update(fill()))
         return
     # Every rank fills a buffer: a worker of the server opens the one on its own GPU.
-    filled = _together(fill)
+    filled = _on_all_ranks(fill)
     handles = {gpu: handle for own in filled for gpu, handle in own["handles"].items()}
-    _together(lambda: link.update({**filled[0], "handles": handles}))
+    _on_all_ranks(lambda: link.update({**filled[0], "handles": handles}))
 
 
 class SharedBuffer:

@@ -182,7 +182,7 @@ def _patterns(names: Iterable[str]) -> set[str]:
 
 
 def layer_of(model: nn.Module, product: str) -> str:
-    """Return the name of the fused layer or MLP, or else the module, that computes a product (LinearRecipe.site)."""
+    """Return the name of the fused layer or MLP, or else the module, that computes a product (LinearRecipe.name)."""
     for name, module in model.named_modules():
         part = "self_attn." if isinstance(module, FusedAttentionHalf) else ""
         if isinstance(module, Fused) and product.startswith(f"{name}.{part}"):

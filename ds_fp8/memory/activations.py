@@ -305,7 +305,7 @@ def _mlp_backward(layer: LayerShape, w: Workload, tokens: int, recomputes: bool)
         casts += _cast(2 * F, T, gate_up.grad_output.granularity) + _cast(F, T, down.wgrad_input)
     of_gate, of_up, of_down = map(is_lora, linears)
     casts += BF16 * T * F * (2 * (of_gate or of_up) + of_down)
-    by_tile = gate_up.casts_by_tile and down.wgrad_input in ("1x128", "128x128")
+    by_tile = gate_up.quantizes_by_tile and down.wgrad_input in ("1x128", "128x128")
     through_bf16 = 0 if by_tile and gate_up.weight.granularity != "row" else BF16 * T * 3 * F
     again = 0
     if recomputes:

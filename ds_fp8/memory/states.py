@@ -56,7 +56,7 @@ def lasting(w: Workload) -> dict[str, int]:
 
 
 def _masters(w: Workload) -> int:
-    """Return 4 n; 2 n of weights whose masters are codes with corrections, then 2.125 n of others not kept whole."""
+    """Return 4 n; 2 n of weights whose masters are data with corrections, then 2.125 n of others not kept whole."""
     if w.offloads_optimizer:
         return 0
     coded = [p for p in trained(w) if _is_coded(p, w)]
@@ -130,7 +130,7 @@ def _fp8_weights(w: Workload) -> int:
 
     Of a weight [R, C] that is scales in FP32, 4 R C / 128^2 for blocks of 128x128, 4 R for rows, 4 for tensors, taken
     as if its rows were as long as the hidden size; and without room for them R bytes of residuals for each of its
-    outlier channels. With fp8.param_gather.frozen "whole" also the codes of frozen ones, which are not gathered.
+    outlier channels. With fp8.param_gather.frozen "whole" also the data of frozen ones, which are not all-gathered.
     """
     gathered_in_fp8 = [p for p in w.model.parameters if _in_fp8_only(p, w)]
     of_whole = 0

@@ -45,7 +45,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ds_fp8.cluster.launcher import TRAIN
 from ds_fp8.config.errors import EXIT_USER_ERROR, UserError
 from ds_fp8.config.files import apply_override, read_json
-from ds_fp8.config.schema import Section, parse_section, shown
+from ds_fp8.config.schema import Section, clipped_repr, parse_section
 from ds_fp8.memory.estimate import Estimate, estimate
 from ds_fp8.memory.shapes import Device
 from ds_fp8.train.metrics import read_metrics
@@ -121,7 +121,7 @@ def _grid_values(word: str) -> tuple[str, list[Any]]:
     """Return key and values, JSON or text, of KEY=VALUE,VALUE."""
     key, _, text = word.partition("=")
     if not key.strip() or not text.strip():
-        raise UserError(f"--grid {shown(word)} is not KEY=VALUE,VALUE", remedy="--grid fp8.preset=infir2,coat")
+        raise UserError(f"--grid {clipped_repr(word)} is not KEY=VALUE,VALUE", remedy="--grid fp8.preset=infir2,coat")
     values = _settings([f"values=[{text}]"])["values"]
     if not isinstance(values, list):  # text that is not quoted
         values = [_settings([f"value={part.strip()}"])["value"] for part in text.split(",")]

@@ -1,1 +1,1 @@
-"""Losses of casts by layer and tensor class, measured on some steps, judged and recorded."""
+"""Quantization errors by layer and tensor class, measured in some steps, checked and logged."""

@@ -1,4 +1,4 @@
-"""Statistics of all casts, by tensor class and site, on every N-th optimizer step, and which of them are bad."""
+"""Quantization statistics by tensor class and layer in every N-th optimizer step, and thresholds for them."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from ds_fp8.monitor.statistics import PEAKS, SUMS, Rows, add_cast_statistics
 
 LABELS = {"input": "input", "weight": "weight", "grad_output": "output gradient", "grad_weight": "weight gradient"}
 TENSOR_CLASSES = tuple(LABELS)
-# Share of a cast's elements flushed to zero, and measurements in a row past a threshold, before a layer degrades
+# A layer degrades at this share of elements flushed to zero, in so many measurements in a row
 MAX_FLUSHED, PATIENCE = 0.5, 3
 
 
 @dataclass(frozen=True)
 class CastFigures:
-    """Figures of the casts of one tensor class at one site in a measured step."""
+    """Statistics of one tensor class of one layer in a measured step."""
 
-    amax: float | None  # largest magnitude; None where something was not finite
-    saturated: float  # share of the elements beyond the largest number of their group's scale
-    flushed: float  # share of the elements that were not zero and became it
-    # Signal-to-noise ratio, 10 log10(sum x² / sum (x - cast(x))²); None where nothing was lost, or not finite
+    amax: float | None  # None if not finite
+    saturated: float  # share of elements beyond the largest value of the format times the scale
+    flushed: float  # share of elements that became zero
+    # Signal-to-noise ratio, 10 log10(sum x² / sum (x - dequantized)²); None if exact or not finite
     snr_db: float | None
-    scale_min: float | None  # smallest scale of a group; None where all are zero, or not finite
+    scale_min: float | None  # of groups that are not zero; None if there is none, or not finite
     scale_max: float | None
 
 
-Measurement = dict[str, dict[str, CastFigures]]  # tensor class -> site -> figures; only what was cast
+Measurement = dict[str, dict[str, CastFigures]]  # tensor class -> name -> figures
 
 
 class CastMonitor:
-    """Collects statistics over one optimizer step out of `every`; costs nothing on the others.
+    """Collects statistics in one optimizer step out of `every`; no cost in the others.
 
-    Counters lie in one buffer on the device of the tensors; the host reads it once per measured step. A site is the
-    name of what multiplies the tensors: a linear, or several stacked as one.
+    Counters are one buffer on the device, read by the host once per measured step. Names are of linears, or of fused
+    ones such as qkv_proj (LinearRecipe.name).
     """
 
     def __init__(self, every: int):
         self.every = every
         self.steps = 0
-        # Shares {"saturated", "underflow"} of the last measured step, over all sites and classes together
+        # Shares {"saturated", "underflow"} of all elements of the last measured step
         self.last: dict[str, float] | None = None
         self._columns: dict[tuple[str, str], int] = {}
         self._buffer: torch.Tensor | None = None
@@ -55,23 +55,23 @@ class CastMonitor:
     def attach(
         self,
         model: torch.nn.Module,
-        sites: Iterable[str],
+        names: Iterable[str],
         device: torch.device,
         reduce: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """Measure `model` while it is in training mode; `reduce(sums, peaks)` adds up and maximises over all ranks.
+        """Measure `model` in training mode; `reduce(sums, peaks)` all-reduces by SUM and MAX.
 
-        Sites are the same in the same order on all ranks.
+        `names` are equal, in the same order, on all ranks.
         """
         self._model, self._reduce = model, reduce
         self._columns = {}
-        for site in sites:
+        for name in names:
             for tensor_class in TENSOR_CLASSES:
-                self._columns.setdefault((site, tensor_class), len(self._columns))
+                self._columns.setdefault((name, tensor_class), len(self._columns))
         self._buffer = _empty(len(self._columns), device)
 
     def __getstate__(self) -> dict:
-        # A copy of a model under training has no engine that would read its figures, and takes no other model along.
+        # A copied model has no engine, and must not copy another model.
         return vars(self) if self._model is None else vars(CastMonitor(0))
 
     @property
@@ -87,32 +87,32 @@ class CastMonitor:
         tensor_class: str,
         x: torch.Tensor | Rows,
         quantized: QuantizedTensor,
-        site: str = "",
+        name: str = "",
         elements: int | None = None,
     ) -> None:
-        """Add the cast of a matrix x [M, K], or of what gives its rows, to the statistics of a class at a site.
+        """Add a quantized matrix x [M, K], or a function of its rows, to the statistics of a class and name.
 
-        `elements` are those of x, where it has zeros that do not belong to the tensor.
+        elements: number of elements of x without its zero padding.
         """
         if not self.active:
             return
-        column = self._column(site, tensor_class, quantized.data.device)
+        column = self._column(name, tensor_class, quantized.data.device)
         if not quantized.data.numel():
             return
         sums, peaks = (part[:, column] for part in _parts(self._buffer))
         add_cast_statistics(x, quantized, sums, peaks, elements)
 
     def end_step(self) -> Measurement | None:
-        """Close an optimizer step; its figures when it was a measured one. Collective once attached."""
+        """End an optimizer step; return the measurement of a measured one. Collective once attached."""
         measurement = None
         if self.due and self._buffer is not None:
             if self._reduce is not None:
                 self._reduce(*_parts(self._buffer))
             figures = self._buffer.t().tolist()
             measurement = {tensor_class: {} for tensor_class in TENSOR_CLASSES}
-            for (site, tensor_class), column in self._columns.items():
+            for (name, tensor_class), column in self._columns.items():
                 if figures[column][0]:
-                    measurement[tensor_class][site] = _figures(*figures[column])
+                    measurement[tensor_class][name] = _figures(*figures[column])
             count, saturated, flushed = (math.fsum(column[i] for column in figures) for i in range(3))
             self.last = {"saturated": saturated / max(count, 1), "underflow": flushed / max(count, 1)}
             self._buffer = _empty(len(self._columns), self._buffer.device)
@@ -125,11 +125,11 @@ class CastMonitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, self.last = state.get("steps", 0), state.get("last")
 
-    def _column(self, site: str, tensor_class: str, device: torch.device) -> int:
-        key = (site, tensor_class)
+    def _column(self, name: str, tensor_class: str, device: torch.device) -> int:
+        key = (name, tensor_class)
         if key not in self._columns:
             self._columns[key] = len(self._columns)
-            with torch.inference_mode(False):  # training writes it in place
+            with torch.inference_mode(False):  # training updates it in place
                 new = _empty(1, device)
                 self._buffer = new if self._buffer is None else torch.cat([self._buffer, new], 1)
         return self._columns[key]
@@ -137,18 +137,18 @@ class CastMonitor:
 
 @dataclass(frozen=True)
 class Degradation:
-    """A tensor class of a layer that has been past a threshold for several measurements in a row."""
+    """A tensor class of a layer beyond a threshold in PATIENCE measurements in a row."""
 
-    site: str
+    name: str
     tensor_class: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.site}, {LABELS[self.tensor_class]}: {self.reason}"
+        return f"{self.name}, {LABELS[self.tensor_class]}: {self.reason}"
 
 
 class Thresholds:
-    """Compares measurements with the least signal-to-noise ratio; names every layer and class once."""
+    """Compares measurements with thresholds; reports every layer and class once."""
 
     def __init__(self, min_snr_db: float):
         self._min_snr_db = min_snr_db
@@ -156,15 +156,15 @@ class Thresholds:
         self._named: set[tuple[str, str]] = set()
 
     def check(self, measurement: Measurement) -> list[Degradation]:
-        """Return the layers that this measurement shows to be newly degraded."""
+        """Return the newly degraded layers of a measurement."""
         found = []
-        for tensor_class, sites in measurement.items():
-            for site, figures in sites.items():
-                key, reason = (site, tensor_class), self._reason(figures)
+        for tensor_class, by_name in measurement.items():
+            for name, figures in by_name.items():
+                key, reason = (name, tensor_class), self._reason(figures)
                 self._in_a_row[key] = self._in_a_row[key] + 1 if reason else 0
                 if self._in_a_row[key] >= PATIENCE and key not in self._named:
                     self._named.add(key)
-                    found.append(Degradation(site, tensor_class, f"{reason}, {PATIENCE} measurements in a row"))
+                    found.append(Degradation(name, tensor_class, f"{reason}, {PATIENCE} measurements in a row"))
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,8 +174,8 @@ class Thresholds:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._in_a_row = defaultdict(int, {(site, kind): count for site, kind, count in state.get("in_a_row", ())})
-        self._named = {(site, kind) for site, kind in state.get("named", ())}
+        self._in_a_row = defaultdict(int, {(name, kind): count for name, kind, count in state.get("in_a_row", ())})
+        self._named = {(name, kind) for name, kind in state.get("named", ())}
 
     def _reason(self, figures: CastFigures) -> str | None:
         if figures.snr_db is not None and figures.snr_db < self._min_snr_db:

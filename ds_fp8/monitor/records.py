@@ -1,4 +1,4 @@
-"""Measurements as lines of metrics.jsonl, and as curves of DeepSpeed's monitors."""
+"""Measurements as records of metrics.jsonl and as curves of DeepSpeed's monitors."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ FIGURES = tuple(field.name for field in fields(CastFigures))
 CURVES = ("snr_db", "flushed", "saturated")  # figures by layer for DeepSpeed's monitors; metrics.jsonl has all
 DIGITS = 4
 
-FALLBACK = "fallback"  # the event after which `layers`, all those moved so far, are in BF16
+FALLBACK = "fallback"  # event; its `layers` are all layers in BF16 from then on
 
 
 def health_record(step: int, measurement: Measurement) -> Record:
-    """Return one line of metrics.jsonl: names of sites and, by tensor class, a list of each figure in their order.
+    """Return a record of metrics.jsonl: names of layers in `sites`, and lists of each figure in their order by class.
 
-    null stands for what is not known; classes that were not cast at all are left out.
+    null: unknown. Classes that were not quantized are left out.
     """
-    names = list(dict.fromkeys(site for sites in measurement.values() for site in sites))
+    names = list(dict.fromkeys(name for by_name in measurement.values() for name in by_name))
     health: Record = {"sites": names}
-    for tensor_class, sites in measurement.items():
-        if sites:
+    for tensor_class, by_name in measurement.items():
+        if by_name:
             health[tensor_class] = {
-                figure: [_rounded(getattr(sites.get(name), figure, None)) for name in names] for figure in FIGURES
+                figure: [_rounded(getattr(by_name.get(name), figure, None)) for name in names] for figure in FIGURES
             }
     return {"step": step, "health": health}
 
 
 def health_curves(measurement: Measurement) -> dict[str, float]:
     return {
-        f"FP8/{tensor_class}/{figure}/{site}": value
-        for tensor_class, sites in measurement.items()
-        for site, figures in sites.items()
+        f"FP8/{tensor_class}/{figure}/{name}": value
+        for tensor_class, by_name in measurement.items()
+        for name, figures in by_name.items()
         for figure in CURVES
         if (value := getattr(figures, figure)) is not None
     }
 
 
 def routing_record(step: int, measurement: RoutingMeasurement) -> Record:
-    """Return router statistics as one line of metrics.jsonl: names of layers, and a list of each figure in their order.
+    """Return router statistics as a record of metrics.jsonl: names of layers, and a list of each figure in their order.
 
-    `mean` has the means over the layers. `auxiliary_loss`, beside them, is left out of models that return none.
+    `mean`: over the layers. `auxiliary_loss` is left out if the model returns none.
     """
     content: Record = {"layers": list(measurement.layers)}
     for figure in routing.FIGURES:
@@ -58,7 +58,7 @@ def routing_record(step: int, measurement: RoutingMeasurement) -> Record:
 
 
 def routing_curves(measurement: RoutingMeasurement) -> dict[str, float]:
-    """Return named figures for DeepSpeed's monitors, by layer and as their mean."""
+    """Return router statistics for DeepSpeed's monitors, by layer and as their mean."""
     layers = {"mean": measurement.mean, **measurement.layers}
     curves = {
         f"Routing/{figure}/{name}": getattr(figures, figure)
@@ -71,7 +71,7 @@ def routing_curves(measurement: RoutingMeasurement) -> dict[str, float]:
 
 
 def layers_in_bf16(records: Iterable[Record]) -> list[str]:
-    """Return the layers that the run of these records has moved to BF16 by their end."""
+    """Return the layers in BF16 at the end of these records."""
     return next((r["layers"] for r in reversed(list(records)) if r.get("event") == FALLBACK), [])
 
 

@@ -1,11 +1,11 @@
-"""Router statistics of mixtures of experts: how evenly tokens are spread over experts, on every measured step.
+"""Router statistics of mixtures of experts: how evenly tokens are spread over experts, in measured steps.
 
-    p                        share of a layer's choices (top_k a token) that each expert gets, over all ranks' tokens
-    entropy                  -sum p log p / log(experts): 1 where all experts get as many
-    largest_share            max p: 1 / experts where all get as many
+    p                        share of a layer's choices (top_k per token) of each expert, over all ranks' tokens
+    entropy                  -sum p log p / log(experts): 1 if uniform
+    largest_share            max p: 1 / experts if uniform
     experts_without_tokens   number of experts with p = 0
 
-Counts lie in one buffer on the device. A measured step adds it up over the ranks and reads it once.
+Counts are one buffer on the device, all-reduced and read once per measured step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 
 @dataclass(frozen=True)
 class RoutingFigures:
-    """Spread of the tokens of one layer, or means over all layers."""
+    """Statistics of one layer, or means over all layers."""
 
     entropy: float
     largest_share: float
@@ -34,9 +34,9 @@ class RoutingFigures:
 class RoutingMeasurement:
     """Router statistics of a measured step, the same on all ranks."""
 
-    layers: dict[str, RoutingFigures]  # by name of the module of experts
-    # Load balancing loss before its coefficient, as the model returns it (`aux_loss`): the mean over micro-batches and
-    # ranks. None where it returns none.
+    layers: dict[str, RoutingFigures]  # by name of the experts module
+    # Load balancing loss before its coefficient (`aux_loss` of the model's output), mean over micro-batches and ranks;
+    # None if the model returns none
     auxiliary_loss: float | None
 
     @property
@@ -48,7 +48,7 @@ FIGURES = tuple(field.name for field in fields(RoutingFigures))
 
 
 class RoutingMonitor:
-    """Counts the tokens of every expert on the steps that a CastMonitor measures; costs nothing on the others."""
+    """Counts the tokens of every expert in the steps that a CastMonitor measures; no cost in the others."""
 
     def __init__(
         self,
@@ -57,22 +57,22 @@ class RoutingMonitor:
         device: torch.device,
         add_over_ranks: Callable[[torch.Tensor], None],
     ):
-        # experts: their number by layer, in the same order on all ranks
-        self.last: RoutingMeasurement | None = None  # figures of the last measured step
+        # experts: number of experts by layer, in the same order on all ranks
+        self.last: RoutingMeasurement | None = None  # of the last measured step
         self._monitor, self._experts, self._add_over_ranks = monitor, dict(experts), add_over_ranks
-        # A column more than experts: transformers marks choices that no expert here computes by that number.
+        # One extra column: transformers uses index `experts` for choices computed on other ranks.
         shape = len(self._experts), max(self._experts.values(), default=0) + 1
         self._buffer = torch.zeros(math.prod(shape) + 2, dtype=torch.float64, device=device)
         self._counts = self._buffer[:-2].view(shape)
         self._losses = self._buffer[-2:]  # sum and number of the auxiliary losses
 
     def __getstate__(self) -> dict:
-        # A copy of a model under training has no engine that would read its counts.
+        # A copied model has no engine.
         return vars(RoutingMonitor(CastMonitor(0), {}, torch.device("cpu"), _nothing))
 
     @torch.compiler.disable
     def observe(self, layer: int, module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Count the choices that the experts of a layer are called with: a forward pre-hook."""
+        """Count the router's choices: forward pre-hook of an experts module."""
         if not self._monitor.active or in_backward():
             return
         chosen = (args[1] if len(args) > 1 else kwargs["top_k_index"]).flatten().long()
@@ -81,14 +81,14 @@ class RoutingMonitor:
 
     @torch.compiler.disable
     def observe_output(self, module: torch.nn.Module, args: tuple, output: Any) -> None:
-        """Add up the auxiliary loss in a model's output, where there is one: a forward hook of the model."""
+        """Sum the auxiliary loss, if any: forward hook of the model."""
         loss = getattr(output, "aux_loss", None)
         if torch.is_tensor(loss) and self._monitor.active and not in_backward():
             self._losses[0] += loss.detach().double()
             self._losses[1] += 1
 
     def take(self) -> RoutingMeasurement | None:
-        """Return the figures of a measured step and start from zero; None where no token was routed. Collective."""
+        """Return the statistics of a measured step and reset; None if no token was routed. Collective."""
         self._add_over_ranks(self._buffer)
         *_, loss, losses = self._buffer.tolist()
         counts = self._counts.tolist()
@@ -105,8 +105,8 @@ class RoutingMonitor:
 
 
 def in_backward() -> bool:
-    """Return whether autograd runs a backward pass now: a forward in it recomputes activations."""
-    # As torch.utils.module_tracker asks; torch has no public name for it.
+    """Return whether autograd runs backward now: a forward in it recomputes activations."""
+    # As torch.utils.module_tracker; no public API.
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,8 +1,7 @@
-"""Errors of one cast of a matrix, counted on its device: the host waits for nothing.
+"""Quantization error of one matrix, without host sync.
 
-On a GPU one kernel counts every element. In torch, the amax and the range of the scales are of the whole tensor, shares
-and squares of rows evenly spaced over it, about `SAMPLE` elements, weighted to stand for all: that resolves 0.1%, at a
-cost that does not grow with the tensor.
+On a GPU one kernel counts every element. In torch, amax and range of scales are of all elements, shares and squares of
+evenly spaced rows, about `SAMPLE` elements: a resolution of 0.1% at constant cost.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from dataclasses import replace
 import torch
 
 from ds_fp8.casts import QuantizedTensor, group_amax
-from ds_fp8.casts.primitives import decode, per_element
+from ds_fp8.casts.primitives import dequantize_unscaled, per_element
 from ds_fp8.config.formats import BLOCK, FORMATS, group_shape, is_native, is_of_blocks
 
 SAMPLE = 2**20
-CHUNK = 2**24  # elements that are looked at together, for the sake of memory: 64 MiB in FP32
-# By how much a number divided by its scale may be rounded up: the largest of a group is not saturated by that
+CHUNK = 2**24  # elements at a time, which bounds memory: 64 MiB in FP32
+# Tolerance for the rounding of x / scale: the amax of a group is not saturated
 QUOTIENT = 1 + 2.0**-20
 
-# signal: squares of the numbers; noise: squares of what the cast changed them by
+# signal: sum x²; noise: sum (x - dequantized)²
 SUMS = ("elements", "saturated", "flushed", "signal", "noise")
 PEAKS = ("amax", "scale_max", "negative_scale_min")
 
-Rows = Callable[[slice], torch.Tensor]  # the given rows of a matrix that is nowhere in memory as a whole
+Rows = Callable[[slice], torch.Tensor]  # rows of a matrix that is never materialized
 
 
 @torch.no_grad()
@@ -36,13 +35,13 @@ def add_cast_statistics(
     peaks: torch.Tensor,
     elements: int | None = None,
 ) -> None:
-    """Add the statistics of a cast to those of earlier ones, in place.
+    """Add the statistics of a quantized matrix to `sums` and `peaks`, in place.
 
-    Scales of groups that hold only zeros or a NaN do not count: they say nothing of the numbers.
+    Scales of groups with only zeros or a NaN are ignored.
 
     Args:
-        x: What was cast [M, K], not empty, or what gives its rows.
-        quantized: The cast.
+        x: The matrix [M, K], not empty, or a function of its rows.
+        quantized: The quantized matrix.
         sums: FP64 [5], to which SUMS are added.
         peaks: FP64 [3], raised to PEAKS.
         elements: As of CastMonitor.observe.
@@ -61,7 +60,7 @@ def add_cast_statistics(
 
 
 def _parts(x: torch.Tensor | Rows, quantized: QuantizedTensor) -> Iterator[tuple[torch.Tensor, QuantizedTensor]]:
-    """Yield a matrix and its cast; what is nowhere in memory as a whole, one part after the other."""
+    """Yield (matrix, quantized matrix), in chunks if x is a function of rows."""
     if isinstance(x, torch.Tensor):
         yield x, quantized
         return
@@ -77,7 +76,7 @@ def _chunks(quantized: QuantizedTensor) -> Iterator[slice]:
 
 
 def _limit(quantized: QuantizedTensor) -> float:
-    # In units of a scale: what is beyond was saturated.
+    # In units of the scale: larger elements are saturated.
     return FORMATS[quantized.format].max * QUOTIENT
 
 
@@ -90,11 +89,11 @@ def _count(rows: Rows, quantized: QuantizedTensor) -> torch.Tensor:
     if granularity != "tensor":
         scale = scale[spaced]
     sample = rows(spaced).float()
-    codes = decode(quantized.data[spaced], format=quantized.format)
+    rounded = dequantize_unscaled(quantized.data[spaced], format=quantized.format)
     units = per_element(torch.div, sample.abs(), scale, granularity)
     saturated = (units > _limit(quantized)).sum()
-    flushed = ((units > 0) & (codes == 0)).sum()
-    noise = (sample - per_element(torch.mul, codes, scale, granularity)).double().square().sum()
+    flushed = ((units > 0) & (rounded == 0)).sum()
+    noise = (sample - per_element(torch.mul, rounded, scale, granularity)).double().square().sum()
     counted = torch.stack([saturated, flushed, sample.double().square().sum(), noise]).double()
     return counted * (numel / sample.numel())
 
@@ -104,8 +103,8 @@ def _peaks(rows: Rows, quantized: QuantizedTensor) -> torch.Tensor:
     for part in _chunks(quantized):
         amax = group_amax(rows(part), quantized.granularity)
         scale = _scales_of(quantized, part)
-        tells = (amax > 0) & scale.isfinite()
-        ends = [torch.where(tells, end, -torch.inf).amax() for end in (scale, -scale)]
+        valid = (amax > 0) & scale.isfinite()
+        ends = [torch.where(valid, end, -torch.inf).amax() for end in (scale, -scale)]
         peaks.append(torch.stack([amax.amax(), *ends]))
     return torch.stack(peaks).amax(0).double()
 

@@ -1,13 +1,13 @@
-"""Statistics of a cast in one launch over all of its elements; statistics.py says what they mean.
+"""Statistics of a quantized matrix in one launch; statistics.py defines them.
 
-One program takes 128 x 128 elements, ROWS of them at a time, each of which has one scale, and adds up at the end:
+One program takes 128 x 128 elements, ROWS rows of one scale each at a time:
 
-    saturated, flushed   elements with |x| / scale > limit; with x / scale != 0 and code = 0
-    signal, noise        scale² · sum (x / scale)², scale² · sum ((x - code · scale) / scale)²
-    peaks                max |x|, and the largest and smallest scale of rows with anything but zeros
+    saturated, flushed   elements with |x| / scale > limit; with x / scale != 0 and data = 0
+    signal, noise        scale² · sum (x / scale)², scale² · sum ((x - data · scale) / scale)²
+    peaks                max |x|, largest and smallest scale of rows that are not all zero
 
-Numbers are squared in units of their scale, in FP32, and a row's sum of 128 is weighted and added up in FP64: no scale
-is too large or too small. Programs add to FP64 totals in any order, so the last bits may differ from run to run.
+Squares of 128 elements are summed in FP32 in units of the scale, then weighted and summed in FP64: no scale overflows.
+Programs add to FP64 totals in any order: the last bits may differ between runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROWS = 32
 _INFINITY = tl.constexpr(float("inf"))
 
 
-# Every cast has its place among the counters and scales its own layout: none of them is worth a kernel of its own.
+# Addresses and strides differ by layer; not worth a kernel each.
 @triton.jit(
     do_not_specialize=["scale_m", "scale_k", "stride_sums", "stride_peaks"],
     do_not_specialize_on_alignment=["scale", "sums", "peaks"],
@@ -33,8 +33,8 @@ def _count(
     x, data, scale, sums, peaks, M, K, stride_x, stride_data, scale_m, scale_k, stride_sums, stride_peaks,
     DTYPE: tl.constexpr, LIMIT: tl.constexpr, SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    #     units = x / scale;   lost = (x - code * scale) / scale
-    #     saturated += |units| > LIMIT;   flushed += units != 0 and code == 0
+    #     units = x / scale;   lost = (x - data * scale) / scale
+    #     saturated += |units| > LIMIT;   flushed += units != 0 and data == 0
     #     signal += scale^2 sum units^2;  noise += scale^2 sum lost^2
     groups = tl.cdiv(K, 128)
     saturated = tl.zeros([ROWS], tl.int64)
@@ -50,23 +50,23 @@ def _count(
         m = block.to(tl.int64) * 128 + part * ROWS + tl.arange(0, ROWS)
         inside = (m < M)[:, None] & (k < K)[None, :]
         number = tl.load(x + m[:, None] * stride_x + k[None, :], mask=inside, other=0.0).to(tl.float32)
-        code = tl.load(data + m[:, None] * stride_data + k[None, :], mask=inside, other=0)
-        code = code.to(DTYPE, bitcast=True).to(tl.float32)
+        rounded = tl.load(data + m[:, None] * stride_data + k[None, :], mask=inside, other=0)
+        rounded = rounded.to(DTYPE, bitcast=True).to(tl.float32)
         factor = tl.load(scale + m // SCALE_ROWS * scale_m + group * scale_k, mask=m < M, other=1.0)
         factors = factor[:, None] + tl.zeros_like(number)
         units = tl.div_rn(number, factors)
-        lost = (number - code * factors) / factors
+        lost = (number - rounded * factors) / factors
         saturated += tl.sum((tl.abs(units) > LIMIT).to(tl.int32), 1)
-        flushed += tl.sum(((units != 0.0) & (units == units) & (code == 0.0)).to(tl.int32), 1)
+        flushed += tl.sum(((units != 0.0) & (units == units) & (rounded == 0.0)).to(tl.int32), 1)
         weight = factor.to(tl.float64) * factor.to(tl.float64)
         signal += tl.sum(units * units, 1).to(tl.float64) * weight
         noise += tl.sum(lost * lost, 1).to(tl.float64) * weight
         bits = tl.max(tl.abs(number).to(tl.int32, bitcast=True), 1)  # orders like the numbers, NaN above Inf
         largest = tl.maximum(largest, bits)
-        tells = (bits > 0) & (tl.abs(factor) < _INFINITY)
-        highest = tl.maximum(highest, tl.where(tells, factor, -_INFINITY))
-        lowest = tl.minimum(lowest, tl.where(tells, factor, _INFINITY))
-    # NaN orders above Inf as an integer, and would not be a number to compare with as FP64: it is counted as Inf.
+        valid = (bits > 0) & (tl.abs(factor) < _INFINITY)
+        highest = tl.maximum(highest, tl.where(valid, factor, -_INFINITY))
+        lowest = tl.minimum(lowest, tl.where(valid, factor, _INFINITY))
+    # NaN, above Inf as an integer, counts as Inf: an FP64 maximum would not order it.
     amax = tl.minimum(tl.max(largest, 0), 0x7F800000).to(tl.float32, bitcast=True)
     tl.atomic_add(sums + stride_sums, tl.sum(saturated, 0).to(tl.float64), sem="relaxed")
     tl.atomic_add(sums + 2 * stride_sums, tl.sum(flushed, 0).to(tl.float64), sem="relaxed")
@@ -78,12 +78,12 @@ def _count(
 
 
 def count(x: torch.Tensor, quantized: QuantizedTensor, limit: float, sums: torch.Tensor, peaks: torch.Tensor) -> None:
-    """Add SUMS of a cast but for the first, the number of elements, and raise PEAKS, in place.
+    """Add SUMS but for the first, the number of elements, and raise PEAKS, in place.
 
     Args:
-        x: What was cast [M, K], in any floating point dtype.
-        quantized: The cast.
-        limit: In units of a scale; what is beyond it is saturated.
+        x: The matrix [M, K], of any floating point dtype.
+        quantized: The quantized matrix.
+        limit: In units of the scale; elements beyond it are saturated.
         sums: FP64 [5], of any stride.
         peaks: FP64 [3], of any stride.
     """

@@ -1,21 +1,21 @@
-"""AdamW whose moments may be kept in 8 or 16 bits.
+"""AdamW with moments in 8 or 16 bits.
 
     optimizer = AdamW(model.parameters(), lr=1e-4, exp_avg="e4m3_expanded", exp_avg_sq="e4m3_expanded")
 
-On a GPU one Triton kernel does the whole step of a parameter (adamw_step_triton.py); elsewhere plain torch does, its
-oracle: Adam with decoupled weight decay (arXiv 1711.05101), as torch.optim.AdamW computes it. Under ZeRO the parameters
-are DeepSpeed's flat FP32 shards, and step() runs once for each: nothing in it looks further.
+Adam with decoupled weight decay (arXiv 1711.05101), as torch.optim.AdamW computes it. On a GPU one Triton kernel does
+the step of a parameter (adamw_step_triton.py); elsewhere plain torch, its reference. Under ZeRO parameters are
+DeepSpeed's flat FP32 shards.
 
 State of a parameter, in `optimizer.state[p]`:
 
-    step                 FP32 scalar on the CPU, as torch.optim.AdamW keeps it
-    exp_avg, exp_avg_sq  a tensor of p's shape (fp32, bf16), otherwise a Moment (codes and scales)
-    master               of parameters in BF16 or FP16 only: an FP32 tensor
+    step                 FP32 scalar on the CPU, as in torch.optim.AdamW
+    exp_avg, exp_avg_sq  a tensor of p's shape (fp32, bf16), otherwise a Moment (data and scales)
+    master               FP32; of parameters in BF16 or FP16 only
 
-state_dict() holds none of these codes: it gives FP32 moments under Adam's own keys, decoded, on the CPU, and
-load_state_dict() encodes them again. Checkpoints therefore move between this optimizer, torch.optim.AdamW and
-DeepSpeed's Adam, and between precisions. Beside moments in e4m3_expanded is `exp_avg_exponent`, uint8 [groups], with
-which the same codes are found again. A compact checkpoint holds the codes and scales instead (Moment.packed).
+state_dict() returns dequantized FP32 moments under Adam's keys, on the CPU, and load_state_dict() quantizes them again:
+checkpoints are compatible with torch.optim.AdamW, DeepSpeed's Adam and other precisions. For e4m3_expanded they also
+hold `exp_avg_exponent`, uint8 [groups], for which the same data result. Compact checkpoints hold data and scales
+instead (Moment.packed).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ds_fp8.casts.primitives import random_key
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.plans import MOMENTS, StatePrecision
 from ds_fp8.optim.masters import SplitMasters
-from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, encode, is_kept_as, shared_layout
+from ds_fp8.optim.moments import CHUNK, CODECS, Layout, Moment, draw, is_stored_as, quantize_moment, shared_layout
 
 MASTER = "master"
 _NOT_OF_ADAM = "the checkpoint is not of an Adam optimizer"
-_WITHOUT = "start without the optimizer's state"
+_WITHOUT = "resume without the optimizer's state"
 
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The numbers of one step; `number` counts from 1."""
+    """Hyperparameters of one step; `number` counts from 1."""
 
     number: float
     lr: float
@@ -52,17 +52,16 @@ class AdamStep:
 
     @property
     def decay(self) -> float:
-        """Return the factor of weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def step_size(self) -> float:
-        """Return the learning rate with exp_avg's bias corrected."""
+        """Learning rate with the bias correction of exp_avg."""
         return self.lr / (1 - self.beta1**self.number)
 
     @property
     def root_factor(self) -> float:
-        """Return the factor that corrects the bias of the root of exp_avg_sq."""
+        """Bias correction of sqrt(exp_avg_sq)."""
         return 1 / math.sqrt(1 - self.beta2**self.number)
 
 
@@ -79,31 +78,30 @@ def adamw_step_reference(
     seed: int | None = None,
     stochastic: Collection[str] = MOMENTS,
 ) -> None:
-    """Do one AdamW step in place, on flat contiguous tensors of n elements on one device, piece by piece.
+    """Do one AdamW step in place on flat contiguous tensors of n elements on one device.
 
     Args:
-        master: FP32 [n], or BF16 and corrections.
+        master: FP32 [n], or SplitMasters.
         grad: The gradient [n], of any floating point dtype.
         exp_avg: FP32 or BF16 [n], or a Moment of n elements; two Moments have the same layout.
         exp_avg_sq: Likewise.
-        step: The step's numbers.
-        low: BF16 or FP16 [n], receives the new master rounded to nearest.
-        skip: One element; where it is not zero nothing is changed.
-        factor: FP32 with one element, multiplied into the gradient as it is read.
-        seed: At least 0 and below 2**31: round the moments that `stochastic` names with random numbers of this seed.
-            They are the same distribution on every device, but other bits on a GPU.
-        stochastic: Some of the moments' names.
+        step: Hyperparameters.
+        low: BF16 or FP16 [n], set to the new master rounded to nearest.
+        skip: One element; no update unless zero.
+        factor: FP32, one element, multiplied into the gradient.
+        seed: From 0 to 2**31 - 1: round the moments in `stochastic` stochastically; random bits differ between devices.
+        stochastic: Names of moments.
     """
     if skip is not None and skip.item():
         return
     noise = None if seed is None else torch.Generator(grad.device).manual_seed(seed)
     layout, numel = shared_layout(exp_avg, exp_avg_sq), grad.numel()
     chunks = [(slice(start, min(start + CHUNK, numel)), slice(None)) for start in range(0, numel, CHUNK)]
-    # Pieces of whole groups: a scale is found from all of its elements, and FP32 copies exist of one piece at a time.
+    # In pieces of full groups, which bounds the FP32 copies.
     for elements, groups in chunks if layout is None else layout.pieces():
         g = grad[elements].float() if factor is None else grad[elements].float() * factor
         w, m, v = (_read(state, elements, groups) for state in (master, exp_avg, exp_avg_sq))
-        # m + (1 - beta1) (g - m), as torch.optim.AdamW computes it: the same bits for FP32 state.
+        # m + (1 - beta1) (g - m): bitwise as torch.optim.AdamW for FP32 state.
         m.lerp_(g, 1 - step.beta1)
         v.mul_(step.beta2).addcmul_(g, g, value=1 - step.beta2)
         denominator = v.sqrt().mul_(step.root_factor).add_(step.eps)
@@ -117,7 +115,7 @@ def adamw_step_reference(
 
 
 def _read(state: torch.Tensor | SplitMasters | Moment, elements: slice, groups: slice) -> torch.Tensor:
-    """Return FP32 numbers, in place where they are stored as such."""
+    """Return FP32 values, a view of FP32 state."""
     if isinstance(state, SplitMasters):
         return state.read(elements)
     return state.read(elements, groups) if isinstance(state, Moment) else state[elements].float()
@@ -128,8 +126,8 @@ def _write(
 ) -> None:
     if isinstance(state, Moment):
         state.write(elements, groups, numbers, draw(noise, numbers))
-    elif state.dtype is not torch.float32:  # otherwise it was changed in place
-        state[elements] = encode(numbers, CODECS["bf16"], noise=draw(noise, numbers)).codes
+    elif state.dtype is not torch.float32:  # FP32 was updated in place
+        state[elements] = quantize_moment(numbers, CODECS["bf16"], noise=draw(noise, numbers)).data
 
 
 class AdamW(torch.optim.Optimizer):
@@ -142,17 +140,16 @@ class AdamW(torch.optim.Optimizer):
         eps: Added to the root of exp_avg_sq.
         weight_decay: Relative to lr, as in torch.optim.AdamW.
         exp_avg: How the first moment is stored: "fp32", "bf16", "fp16", "e4m3", "e5m2", "e4m3_expanded" (moments.py),
-            or a format of config.formats, such as "log8", which is emulated: the step is torch's on a GPU too.
+            or an emulated format of config.formats, such as "log8", for which the step is torch's on a GPU, too.
         exp_avg_sq: How the second moment is stored; likewise.
-        granularity: Which elements of a moment share a scale: "1x128" or "tensor".
-        scale: "fp32" stores the largest of a group all but exactly, so that a moment goes on decaying when gradients
-            stay zero. "pow2": rounded to nearest in units of a power of two it gets stuck where a step changes it by
-            less than half of E4M3's spacing, which with beta2 above 0.94 is often.
-        stochastic_rounding: Round moments in a byte stochastically (unbiased). They need it: a step changes most
-            elements of exp_avg_sq by less than half of E4M3's spacing, which nearest rounding loses, and their steps
-            come out too long; exp_avg lags behind gradients that point the same way for a while. Only an expanded
-            exp_avg, being finer, does without.
-        seed: Seed of stochastic rounding: the same numbers on the same device, also after a resume.
+        granularity: Of scales: "1x128" or "tensor".
+        scale: "fp32" stores the amax of a group almost exactly, so that moments decay while gradients are zero. "pow2"
+            with rounding to nearest gets stuck where a step changes a moment by less than half of E4M3's spacing, often
+            for beta2 above 0.94.
+        stochastic_rounding: Round moments of one byte stochastically (unbiased). A step changes most elements of
+            exp_avg_sq by less than half of E4M3's spacing, which rounding to nearest loses: updates become too large,
+            and exp_avg lags behind constant gradients. An expanded exp_avg is finer and always rounded to nearest.
+        seed: Of stochastic rounding: reproducible on the same device, also after a resume.
 
     Raises:
         UserError: For unknown options, and in step() for sparse gradients and for parameters of other dtypes.
@@ -181,12 +178,12 @@ class AdamW(torch.optim.Optimizer):
         }
         check_hyperparameters(in_range, "lr, eps and weight_decay at least 0, betas two numbers from 0 up to but not 1")
         self.precision = StatePrecision(exp_avg, exp_avg_sq, granularity, scale, stochastic_rounding, seed)
-        # True if state_dict() holds codes and scales as they are, readable by this optimizer alone.
+        # Whether state_dict() holds data and scales, for this optimizer alone.
         self.compact = False
         self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
-        # Keyed by tensor: torch's tensors hash by identity, and the optimizer keeps them alive.
+        # Keyed by tensor: hashed by identity, and kept alive by the optimizer.
         self._streams: dict[torch.Tensor, int] = {}
-        # Where the states of flat parameters lie, which may be elsewhere for a while themselves.
+        # Devices of the states of flat parameters, which may be offloaded themselves.
         self._devices: dict[torch.Tensor, torch.device] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
@@ -197,12 +194,12 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim.Optimizer does."""
         super().add_param_group(param_group)
-        # Separate random numbers for each parameter, by its position: the same after a resume.
+        # A random stream per parameter, by its position: equal after a resume.
         for p in self.param_groups[-1]["params"]:
             self._streams.setdefault(p, len(self._streams))
 
     def state_bytes(self) -> int:
-        """Return the memory of all moments and separate master weights."""
+        """Return the bytes of all moments and separate master weights."""
         return sum(
             value.nbytes for state in self.state.values() for key, value in state.items() if key in (*MOMENTS, MASTER)
         )
@@ -216,18 +213,16 @@ class AdamW(torch.optim.Optimizer):
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> Any:
-        """Take one step over all parameters that have gradients, or over those of `work`.
+        """Step all parameters with gradients, or those of `work`.
 
         Args:
-            closure: called first, with gradients enabled.
-            work: (param group, parameter, gradient of its number of elements in any floating point dtype, None), where
-                gradients lie elsewhere than in `p.grad`; the host then waits for nothing. In place of None: what takes
-                the step with the arguments of adamw_step_reference but the first, where masters lie elsewhere or casts
-                are made with it.
-            factor: with `work`: FP32 with one element on the parameters' device, multiplied into every gradient as it
-                is read.
-            skip: with `work`: int32 with one element there; not zero leaves all parameters and moments as they are.
-                The steps count nevertheless, until what `prepare` has returned takes them back.
+            closure: Called first, with gradients enabled.
+            work: (param group, parameter, gradient with as many elements of any floating point dtype, update or None),
+                for gradients that are not in `p.grad`; no host sync. `update` takes the arguments of
+                adamw_step_reference but the first, for masters elsewhere or a step that also quantizes.
+            factor: With `work`: FP32, one element on the parameters' device, multiplied into every gradient.
+            skip: With `work`: int32, one element on that device; parameters and moments stay unless zero. Step counts
+                advance nevertheless; the function that `prepare` returns takes them back.
 
         Returns:
             What `closure` returns.
@@ -236,7 +231,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All states before the first step of any: making one may fail, and then nothing has been changed.
+        # All states first: if an allocation fails, nothing has changed.
         if work is not None:
             prepared = [(group, p, gradient, self._state_of(p), update) for group, p, gradient, update in work]
             for group, p, gradient, state, update in prepared:
@@ -251,11 +246,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def prepare(self, parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
-        """Make what a step of `parameters` works on, for which there may be no memory.
-
-        Returns:
-            What takes their step counts back, behind a step or a part of it that `skip` turned off.
-        """
+        """Allocate the states of `parameters`; return a function that undoes their step counts after a skipped step."""
         counts = [(state, state["step"]) for state in map(self._state_of, parameters)]
 
         def take_back() -> None:
@@ -274,12 +265,12 @@ class AdamW(torch.optim.Optimizer):
         factor: torch.Tensor | None = None,
         update: Callable[..., None] | None = None,
     ) -> None:
-        # A new tensor: DeepSpeed's universal checkpoints give several parameters one and the same.
+        # A new tensor: DeepSpeed's universal checkpoints share one among parameters.
         state["step"] = state["step"] + 1
         if not p.numel():
             return
         beta1, beta2 = group["betas"]
-        # `step` lies on the CPU, so that bias corrections are computed there without waiting for the device.
+        # On the CPU: no host sync for bias corrections.
         number = state["step"].item()
         step = AdamStep(number, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
         seed, at_random = None, self.precision.stochastic_parts
@@ -293,7 +284,7 @@ class AdamW(torch.optim.Optimizer):
             with here:
                 update(gradient, *moments, step, **options)
             return
-        # A copy where p is not contiguous; it is written back below.
+        # A copy if p is not contiguous; written back below.
         parameter = p.detach().contiguous().view(-1)
         master, low = (_flat(state[MASTER]), parameter) if MASTER in state else (parameter, None)
         arguments = (master, gradient.detach().contiguous().view(-1), *moments, step)
@@ -303,28 +294,28 @@ class AdamW(torch.optim.Optimizer):
             p.copy_(parameter.view(p.shape))
 
     def _state_of(self, p: torch.Tensor) -> dict[str, Any]:
-        """Return the state of p in the form that step() works on; made if there is none."""
+        """Return the state of p as step() needs it; created if missing."""
         state = self.state[p]
         self._streams.setdefault(p, len(self._streams))
-        # Loading may leave it as a number or move it; on the GPU every step would wait for it.
+        # Loading may make it a number, or move it to the GPU, where every step would sync.
         if not isinstance(state.get("step"), torch.Tensor) or state["step"].device.type != "cpu":
             state["step"] = torch.tensor(float(state.get("step", 0.0)))
         for key in MOMENTS:
-            if not is_kept_as(state.get(key), getattr(self.precision, key), p.device):
-                state[key] = self._encoded(p, key, state.get(key))
-        # The first master is the parameter itself; from then on the parameter is its copy.
+            if not is_stored_as(state.get(key), getattr(self.precision, key), p.device):
+                state[key] = self._quantized(p, key, state.get(key))
+        # The first master is the parameter; afterwards the parameter is its rounding.
         if p.dtype is not torch.float32 and state.get(MASTER) is None:
-            state[MASTER] = self._encoded(p, MASTER, p.detach().float())
+            state[MASTER] = self._quantized(p, MASTER, p.detach().float())
         return state
 
-    def _encoded(
+    def _quantized(
         self, p: torch.Tensor, key: str, numbers: torch.Tensor | Moment | None, exponent: torch.Tensor | None = None
     ) -> torch.Tensor | Moment:
-        """Return the state `key` of p as it is kept, from its numbers in any form; zeros from None."""
+        """Return the state `key` of p in its precision, from values in any form; zeros from None."""
         codec = CODECS["fp32" if key == MASTER else getattr(self.precision, key)]
         device = self._devices.get(p, p.device)
         if isinstance(numbers, Moment):
-            numbers, exponent = numbers.decode(), numbers.exponent
+            numbers, exponent = numbers.dequantize(), numbers.exponent
         if codec.max is None:
             if numbers is None:
                 return torch.zeros(p.shape, dtype=codec.dtype, device=device)
@@ -334,24 +325,24 @@ class AdamW(torch.optim.Optimizer):
         layout = Layout(p.numel(), granularity, scale, segments)
         moment = Moment(codec, layout, device, never_zero=key == "exp_avg_sq")
         if numbers is not None:
-            moment.encode(numbers, exponent)
+            moment.quantize(numbers, exponent)
         return moment
 
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int]) -> None:
-        """Register the sizes of the tensors that the flat parameter p is made of, each with a separate scale."""
+        """Register the sizes of the tensors in the flat parameter p, each with a separate scale."""
         self._devices[p] = p.device
         self._segments[p] = tuple(sizes)
         for key, value in self.state.get(p, {}).items():
-            # Groups of 128 do not depend on the segments; scales by tensor do, and are found again.
+            # Scales per tensor depend on the segments; groups of 128 do not.
             if isinstance(value, Moment) and value.layout.granularity == "tensor":
-                self.state[p][key] = self._encoded(p, key, value)
+                self.state[p][key] = self._quantized(p, key, value)
 
     def expand_moments(self) -> None:
-        """Turn compressed moments into FP32 tensors that may be written to; the next step compresses them again."""
+        """Dequantize moments in place, so that they can be written; the next step quantizes them again."""
         for p, state in self.state.items():
             for key in MOMENTS:
                 if isinstance(state.get(key), Moment):
-                    state[key] = state[key].decode().view(p.shape)
+                    state[key] = state[key].dequantize().view(p.shape)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch.optim.AdamW: FP32 moments under `exp_avg` and `exp_avg_sq`."""
@@ -382,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
         if any(group.get("amsgrad") for group in groups):
             problem = "the checkpoint is of AMSGrad, whose state this optimizer does not have"
             raise UserError(problem, key="optimizer.params.amsgrad", remedy=_WITHOUT)
-        # torch would cast every state to the parameter's dtype, and cannot cast a Moment.
+        # torch would convert every state to the parameter's dtype, and fail for a Moment.
         super().load_state_dict({**state_dict, "state": {}})
         for group, saved_group in zip(self.param_groups, groups, strict=True):
             group["betas"] = tuple(group["betas"])
@@ -391,12 +382,12 @@ class AdamW(torch.optim.Optimizer):
                 if index in state_dict["state"]:
                     saved = state_dict["state"][index]
                     step = saved.get("step", group.get("step", 0.0))  # DeepSpeed's FusedAdam counts in the group
-                    numbers = {key: self._encoded(p, key, *found) for key, found in _imported(saved, p).items()}
+                    numbers = {key: self._quantized(p, key, *found) for key, found in _imported(saved, p).items()}
                     self.state[p] = {"step": torch.tensor(float(step)), **numbers}
 
 
 def _exported(state: dict[str, Any], shape: torch.Size, compact: bool) -> dict[str, Any]:
-    """Return the state of a parameter of this shape as a checkpoint holds it; compressed moments come to the CPU."""
+    """Return the state of a parameter for a checkpoint, Moments on the CPU."""
     result = {}
     for key, value in state.items():
         if not isinstance(value, Moment):
@@ -404,23 +395,22 @@ def _exported(state: dict[str, Any], shape: torch.Size, compact: bool) -> dict[s
         elif compact:
             result[key] = value.packed()
         else:
-            result[key] = value.decode("cpu").view(shape)
+            result[key] = value.dequantize("cpu").view(shape)
             if value.exponent is not None:
                 result[f"{key}_exponent"] = value.exponent.cpu()
     return result
 
 
 def _imported(saved: dict[str, Any], p: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return the state of p in a checkpoint: FP32 numbers, and the exponents they were decoded with where known."""
+    """Return the state of p from a checkpoint: (FP32 values, their exponents or None)."""
     numbers = {}
     for key in MOMENTS if p.dtype is torch.float32 or MASTER not in saved else (*MOMENTS, MASTER):
         if key not in saved:
             raise UserError(f"{_NOT_OF_ADAM}: it has no {key}", remedy=_WITHOUT)
         value, exponent = saved[key], saved.get(f"{key}_exponent")
         if isinstance(value, dict):
-            # Decoded and encoded again by the caller, whose precision may be another; with the exponents the codes stay
-            # the same.
-            value, exponent = Moment.unpacked(value).decode(), value.get("exponent")
+            # Dequantized, since the caller's precision may differ; with the exponents the same data result.
+            value, exponent = Moment.unpacked(value).dequantize(), value.get("exponent")
         if value.numel() != p.numel():
             raise UserError(
                 f"the checkpoint has {value.numel()} elements of {key} for a parameter of {p.numel()}",
@@ -431,7 +421,7 @@ def _imported(saved: dict[str, Any], p: torch.Tensor) -> dict[str, tuple[torch.T
 
 
 def step_on(device: torch.device, moments: Sequence[torch.Tensor | Moment]) -> Callable[..., None]:
-    """Return the function that steps there: the kernel, unless a moment's format is emulated by torch."""
+    """Return the step for a device: the kernel on a GPU, unless a moment's format is emulated."""
     if device.type != "cuda" or any(isinstance(moment, Moment) and moment.codec.emulated for moment in moments):
         return adamw_step_reference
     from ds_fp8.optim import adamw_step_triton
@@ -451,7 +441,7 @@ def _check_gradient(p: torch.Tensor) -> None:
 
 
 def check_hyperparameters(values: Mapping[str, tuple[Any, bool]], remedy: str) -> None:
-    """Raise UserError for the first value, by name with whether it is in range, that is not."""
+    """Raise UserError for the first of `values`, name -> (value, in range), that is out of range."""
     for name, (value, in_range) in values.items():
         if not in_range:
             raise UserError(f"{name} {value!r} is out of range", key=f"optimizer.params.{name}", remedy=remedy)

@@ -1,20 +1,19 @@
-"""adamw_step_reference of adamw.py in Triton: gradient, codes and scales are read once, and what changed is written once.
+"""adamw_step_reference of adamw.py in Triton: everything is read once and written once.
 
-A program takes ROWS groups of 128 consecutive elements of the flat parameter. With 16 elements a thread every access is
-16 bytes wide, codes lie in the same registers as their gradient, a group's largest and smallest magnitude are reductions
-among 8 lanes, and what is computed once a group costs little. Per element
+A program takes ROWS groups of 128 consecutive elements of the flat parameter. With 16 elements per thread accesses are
+16 bytes wide, data and gradient of an element are in the same thread, and reductions of a group take 8 lanes. Per element
 
-    exp_avg, exp_avg_sq = decode(codes, scales)
+    exp_avg, exp_avg_sq = dequantize(data, scales)
     exp_avg    = beta1 exp_avg + (1 - beta1) grad
     exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad²
     master     = (1 - lr weight_decay) master - step_size exp_avg / (root_factor sqrt(exp_avg_sq) + eps)
-    codes, scales = encode(exp_avg, exp_avg_sq)              with fresh scales, as moments.py has it
+    data, scales = quantize(exp_avg, exp_avg_sq)             with new scales, as in moments.py
 
-and on request the parameter in BF16 or FP16; masters may be BF16 and corrections (masters.py). The update uses the
-moments before they are rounded.
+and optionally the parameter in BF16 or FP16; masters may be BF16 and corrections (masters.py). The update uses the
+moments before rounding.
 
-One scale per tensor needs the largest magnitude of all of it before anything can be encoded: the kernel then runs twice,
-first only to reduce what the new moments are (MEASURE), then to write them with the scales found.
+A scale per tensor needs the amax of all new moments first: the kernel runs twice, to reduce their amax (MEASURE) and to
+write them.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
 from ds_fp8.config.plans import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.masters import SplitMasters
-from ds_fp8.optim.masters_triton import decode_split, encode_split
+from ds_fp8.optim.masters_triton import join_split, split_master
 from ds_fp8.optim.moments import EXPONENT_STEPS, LARGEST_EXPONENT, LOG2_RANGE, SCALE_MASKS, Codec, Moment, shared_layout
 from ds_fp8.optim.moments_triton import (
     EXPANDED,
     PLAIN,
     SCALED,
-    decode_tile,
+    dequantize_tile,
     divide,
-    encode_store,
     normal_magnitude_bits,
+    quantize_store,
 )
 
 ROWS, WARPS = 16, 4  # groups of 128 that a program takes, and its warps
-BEYOND = tl.constexpr(0x85EBCA6B)  # odd: parts the elements whose indices are the same but for their upper 32 bits
+BEYOND = tl.constexpr(0x85EBCA6B)  # odd: distinguishes indices that differ in their upper 32 bits
 SMALLEST_OF_SCALES = tl.constexpr(SMALLEST_SCALE)
 NO_POLICY = tl.constexpr("")  # a default must be a constexpr: Triton compiles no plain string as one
-# Read and written one FP32 at a time: with one scale a tensor, each tensor's offset would compile the kernel again.
+# Scalar accesses: scales per tensor have any alignment, which would recompile the kernel.
 _SCALARS = [
     "exp_avg_scale", "exp_avg_sq_scale", "new_exp_avg_scale", "new_exp_avg_sq_scale", "exp_avg_bits", "exp_avg_sq_bits",
 ]
@@ -55,7 +54,7 @@ _SCALARS = [
 
 @triton.jit
 def load(pointers, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = NO_POLICY):
-    """Return what is there, zeros where not `valid`; without masks where EVEN says that all of it is."""
+    """Load, zeros where not `valid`; without mask if EVEN."""
     if EVEN:
         x = tl.load(pointers, eviction_policy=POLICY)
     else:
@@ -73,7 +72,7 @@ def store(pointers, x, valid, EVEN: tl.constexpr, POLICY: tl.constexpr = NO_POLI
 
 @triton.jit
 def new_moments(g, m, v, beta1, beta2):
-    """Return both moments behind a gradient. What is fused is written out: by itself a compiler chooses, and last bits vary."""
+    """Return the new moments. FMAs are explicit: compilers choose them differently, and last bits would vary."""
     zeros = tl.zeros_like(g)
     m = tl.fma(g, zeros + (1.0 - beta1), m * beta1)
     v = tl.fma(v, zeros + beta2, g * g * (1.0 - beta2))
@@ -82,7 +81,7 @@ def new_moments(g, m, v, beta1, beta2):
 
 @triton.jit
 def new_master(w, m, v, decay, step_size, root_factor, eps, FAST: tl.constexpr):
-    """Return a master behind a step, from both new moments; fused as written."""
+    """Return the new master from the new moments, with explicit FMAs."""
     zeros = tl.zeros_like(w)
     denominator = tl.fma(tl.sqrt(v), zeros + root_factor, zeros + eps)
     return tl.fma(divide(m, denominator, FAST), zeros - step_size, w * decay)
@@ -103,28 +102,28 @@ def _adamw(
     LOW: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
 ):
     if SKIP:
-        # Decided on the device: the host does not wait for the norm before it launches the step.
+        # On the device: no host sync for the gradient norm.
         if tl.load(skip) != 0:
             return
-    #     g  = grad * factor                                   factor: clipping and loss scale, a number on the device
+    #     g  = grad * factor                                   factor: clipping and loss scale
     #     m  = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
     #     w  = decay w - step_size m / (root_factor sqrt(v) + eps)
-    #     master, low, m, v = w, round(w), encode(m), encode(v)
+    #     master, low, m, v = w, round(w), quantize(m), quantize(v)
     rows = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offsets = rows[:, None] * 128 + tl.arange(0, 128)[None, :]
-    # Whole programs need no masks, which would break up the wide accesses where numel is odd.
+    # No masks in full programs (EVEN): they would split wide accesses if numel is odd.
     valid = offsets < numel
     inside = rows * 128 < numel
     g = load(grad + offsets, valid, EVEN).to(tl.float32)
-    m_codes = load(exp_avg + offsets, valid, EVEN)
-    v_codes = load(exp_avg_sq + offsets, valid, EVEN)
+    m_data = load(exp_avg + offsets, valid, EVEN)
+    v_data = load(exp_avg_sq + offsets, valid, EVEN)
     if factor is not None:
         g = g * tl.load(factor)
-    m = decode_tile(m_codes, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
-    v = decode_tile(v_codes, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
+    m = dequantize_tile(m_data, exp_avg_scale, exp_avg_exponent, rows, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, TENSOR, FAST)
+    v = dequantize_tile(v_data, exp_avg_sq_scale, exp_avg_sq_exponent, rows, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, TENSOR, FAST)
     m, v = new_moments(g, m, v, beta1, beta2)
     if MEASURE:
-        # Codecs take subnormal numbers for zero, in the amax too: it would be a scale that nothing is stored with.
+        # Subnormals count as zero, in the amax, too.
         tl.atomic_max(exp_avg_bits, tl.max(tl.max(normal_magnitude_bits(m), 1), 0), sem="relaxed")
         tl.atomic_max(exp_avg_sq_bits, tl.max(tl.max(normal_magnitude_bits(v), 1), 0), sem="relaxed")
     else:
@@ -132,36 +131,36 @@ def _adamw(
         if ties is None:
             w = w.to(tl.float32)
         else:
-            # Corrections are in `master`, BF16 in `low`; of a byte of ties all elements are this program's.
+            # `master` is the corrections, `low` BF16; all 8 elements of a byte of ties are this program's.
             bit = (tl.arange(0, 128) % 8)[None, :]
             tie = (load(ties + offsets // 8, valid, EVEN).to(tl.int32) >> bit) & 1
-            w = decode_split(load(low + offsets, valid, EVEN), w, tie)
+            w = join_split(load(low + offsets, valid, EVEN), w, tie)
         w = new_master(w, m, v, decay, step_size, root_factor, eps, FAST)
         if ties is None:
             store(master + offsets, w, valid, EVEN)
             if LOW:
                 store(low + offsets, w.to(low.dtype.element_ty), valid, EVEN)
         else:
-            bf16, correction, tie = encode_split(w)
+            bf16, correction, tie = split_master(w)
             store(low + offsets, bf16, valid, EVEN)
             store(master + offsets, correction, valid, EVEN)
             eighths = rows[:, None] * 16 + tl.arange(0, 16)[None, :]
             tie = tl.sum(tl.reshape(tie << bit, [ROWS, 16, 8]), 2)
             store(ties + eighths, tie.to(tl.uint8), eighths * 8 < numel, EVEN)
-        # Triton wants a tensor of the shape in every branch; without noise nobody reads it.
+        # Placeholders without noise: Triton needs a tensor of this shape in every branch.
         noise1 = w
         noise2 = w
         if NOISE1 or NOISE2:
-            # One random word an element: 16 bits for each moment.
+            # A random word per element: 16 bits for each moment.
             word = random_word(offsets, seed.to(tl.uint32) + (offsets >> 32).to(tl.uint32) * BEYOND)
             noise1 = (word & 0xFFFF).to(tl.float32) * (1.0 / 65536.0)
             noise2 = (word >> 16).to(tl.float32) * (1.0 / 65536.0)
-        encode_store(
+        quantize_store(
             m, exp_avg, new_exp_avg_scale, exp_avg_exponent, offsets, rows, inside, valid, noise1, exp_avg_bits,
             KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST_OF_SCALES, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
             True, NOISE1, TENSOR, EVEN, FAST,
         )
-        encode_store(
+        quantize_store(
             v, exp_avg_sq, new_exp_avg_sq_scale, exp_avg_sq_exponent, offsets, rows, inside, valid, noise2, exp_avg_sq_bits,
             KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST_OF_SCALES, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
             False, NOISE2, TENSOR, EVEN, FAST,
@@ -190,16 +189,15 @@ def adamw_step(
     seed: int | None = None,
     stochastic: Collection[str] = MOMENTS,
 ) -> None:
-    """Do adamw_step_reference on the GPU. Allocates memory for scales by tensor only."""
+    """adamw_step_reference on the GPU. Allocates memory for scales per tensor only."""
     states = (exp_avg, exp_avg_sq)
     layout = shared_layout(*states)
     by_tensor = layout is not None and layout.granularity == "tensor"
     pieces = layout.pieces() if by_tensor else [(slice(0, grad.numel()), slice(None))]
-    # Every program needs the old scales, so the new ones go elsewhere: copies of the old where the step is skipped.
-    #     first launch   bits   = max |new state|              nothing else is written
-    #     second launch  scale' = f(bits); codes = round(state / scale')
-    # The second computes the new state again from the old codes and scales, which must still be there: new scales have
-    # memory of their own, and take the place of the old ones after the launch.
+    #     first launch   bits   = max |new moment|
+    #     second launch  scale' = f(bits); data = round(new moment / scale')
+    # The second launch recomputes the new moment from old data and scale: new scales have separate memory and replace
+    # the old ones afterwards. They begin as copies of the old ones, in case the step is skipped.
     bits = torch.zeros(2, layout.groups, dtype=torch.int32, device=grad.device) if by_tensor else None
     new_scales = [state.scale.clone() if by_tensor and isinstance(state, Moment) else None for state in states]
     common = common_arguments(*states, grad, skip, seed, stochastic)
@@ -207,10 +205,10 @@ def adamw_step(
     for elements, groups in pieces:
         if isinstance(master, SplitMasters):
             piece = master.piece(elements)
-            kept, low_piece, ties = piece.correction, piece.bf16.view(torch.int16), piece.ties
+            stored, low_piece, ties = piece.correction, piece.bf16.view(torch.int16), piece.ties
         else:
-            kept, low_piece, ties = master[elements], None if low is None else low[elements], None
-        arguments = (kept, grad[elements], low_piece, ties, skip, factor)
+            stored, low_piece, ties = master[elements], None if low is None else low[elements], None
+        arguments = (stored, grad[elements], low_piece, ties, skip, factor)
         count = elements.stop - elements.start
         numbers = (
             count,
@@ -222,18 +220,17 @@ def adamw_step(
             ),
             *((None, None) if bits is None else (row[groups] for row in bits)),
             step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor,
-            # Other random numbers for each piece: offsets count from its start. `&` binds first, so the seed stays
-            # below 2^31.
+            # A seed per piece, whose offsets begin at 0. `&` binds first: the seed stays below 2^31.
             (seed or 0) ^ elements.start & 0x7FFFFFFF,
         )  # fmt: skip
-        # Two launches: all whole programs without masks, and one program with masks for the rest.
-        whole, rest = divmod(count, ROWS * BLOCK)
-        # Launches of one stream run in order: the second reads the maxima that the first has completed.
+        # Two launches: full programs without masks, and one program with masks for the rest.
+        full, rest = divmod(count, ROWS * BLOCK)
+        # Launches of one stream run in order: the maxima are complete in the second.
         for measure in (True, False) if by_tensor else (False,):
-            if whole:
-                _adamw[(whole,)](*arguments, 0, *numbers, EVEN=True, MEASURE=measure, **common)
+            if full:
+                _adamw[(full,)](*arguments, 0, *numbers, EVEN=True, MEASURE=measure, **common)
             if rest:
-                _adamw[(1,)](*arguments, whole, *numbers, EVEN=False, MEASURE=measure, **common)
+                _adamw[(1,)](*arguments, full, *numbers, EVEN=False, MEASURE=measure, **common)
     for state, new in zip(states, new_scales, strict=True):
         if new is not None:
             state.scale = new
@@ -247,7 +244,7 @@ def common_arguments(
     seed: int | None,
     stochastic: Collection[str],
 ) -> dict[str, object]:
-    """Return the compile-time arguments of every kernel that updates moments."""
+    """Return the constexpr arguments of every kernel that updates moments."""
     states = (exp_avg, exp_avg_sq)
     layout = shared_layout(*states)
     common = {
@@ -258,7 +255,7 @@ def common_arguments(
         "NOISE1": seed is not None and "exp_avg" in stochastic,
         "NOISE2": seed is not None and "exp_avg_sq" in stochastic,
         "SKIP": skip is not None,
-        # In Triton's interpreter there are no approximate instructions.
+        # Triton's interpreter has no approximate instructions.
         "FAST": grad.is_cuda,
     }
     for moment, number in zip(states, "12", strict=True):
@@ -282,8 +279,8 @@ def _codec_arguments(moment: torch.Tensor | Moment) -> dict[str, object]:
 
 
 def state_arguments(state: torch.Tensor | Moment, elements: slice, groups: slice) -> tuple:
-    """Return (codes, scale, exponent) of the piece; FP8 codes as bytes."""
+    """Return (data, scale, exponent) of the piece; FP8 as bytes."""
     if not isinstance(state, Moment):
         return state[elements], None, None
-    codes = state.codes.view(torch.uint8) if state.codes.dtype.itemsize == 1 else state.codes
-    return codes[elements], state.scale[groups], None if state.exponent is None else state.exponent[groups]
+    data = state.data.view(torch.uint8) if state.data.dtype.itemsize == 1 else state.data
+    return data[elements], state.scale[groups], None if state.exponent is None else state.exponent[groups]

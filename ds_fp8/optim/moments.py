@@ -1,24 +1,24 @@
-"""Optimizer moments in few bytes: encoding and decoding in plain torch, the oracle of moments_triton.py.
+"""Quantized optimizer moments in plain torch, the reference of moments_triton.py.
 
     fp32            4 bytes, exact
     bf16            2 bytes, no scale
-    fp16            2 bytes in units of a scale                        x ≈ code * scale
+    fp16            2 bytes in units of a scale                        x ≈ data * scale
     e4m3, e5m2      1 byte in units of a scale
-    e4m3_expanded   1 byte, the range of the group bent to fill E4M3   |x| ≈ scale * (|code| / 448) ** (1 / exponent)
+    e4m3_expanded   1 byte, dynamic range expanded to that of E4M3     |x| ≈ scale * (|data| / 448) ** (1 / exponent)
     int8, log8 ...  1 byte in units of a scale: the emulated formats of config.formats
 
-The scale of fp16, e4m3, e5m2 and emulated formats brings the group's largest magnitude to the format's largest number.
-Rounded up to a power of two (`pow2`) or to 13 significant bits (`fp32`) it makes every product code * scale exact in
-FP32 (but for log8, whose numbers are rounded themselves), and a group that is decoded and encoded again gives the same
-values: checkpoints hold decoded moments and lose nothing.
+The scale of fp16, e4m3, e5m2 and emulated formats maps the group's amax to the format's largest number. It is rounded
+up to a power of two (`pow2`) or to 13 significant bits (`fp32`), which makes data * scale exact in FP32 (except for
+log8, whose numbers are rounded themselves): dequantized and quantized again, a group has the same values. Checkpoints
+hold dequantized moments and lose nothing.
 
-`e4m3_expanded` is the dynamic range expansion of COAT (arXiv 2410.19313). There code = cast((|x| / c) ** k / s) with
-c = sqrt(max * min), s = (max / c) ** k / 448 and k = log(448² / 2) / log(max / min) rounded down to sixteenths; c and s
-cancel to code = cast(448 * (|x| / max) ** k), so a group keeps max as its FP32 scale and 16 k as one byte: 5 bytes in
-128. Exact zeros do not count as min; a group of equal values, whose ratio is 1, takes the largest k.
+`e4m3_expanded` is the dynamic range expansion of COAT (arXiv 2410.19313): data = round((|x| / c) ** k / s) with c =
+sqrt(max * min), s = (max / c) ** k / 448 and k = log(448² / 2) / log(max / min) rounded down to sixteenths. c and s
+cancel to data = round(448 * (|x| / max) ** k): a group of 128 stores max as FP32 scale and 16 k as one byte. Exact
+zeros do not count as min; a group of equal values takes the largest k.
 
-Two rules hold for all of them. Magnitudes below 2^-126 are zeros: GPUs flush them anyway. And where `never_zero` is
-set, as for exp_avg_sq, a positive value never becomes code 0 but the smallest code: Adam divides by its root.
+In all formats magnitudes below 2^-126 are zero, as GPUs flush them, and with `never_zero`, as for exp_avg_sq, a
+positive value is rounded up to the smallest positive number: Adam divides by the square root.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_fp8.casts.primitives import decode as fp8_numbers
+from ds_fp8.casts.primitives import dequantize_unscaled
 from ds_fp8.config import registry
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, Format
 from ds_fp8.config.plans import MOMENTS, StatePrecision
@@ -38,23 +38,23 @@ from ds_fp8.config.plans import MOMENTS, StatePrecision
 
 @dataclass(frozen=True)
 class Codec:
-    """A way to store FP32 numbers."""
+    """A storage format of moments."""
 
     name: str
     dtype: torch.dtype
     mantissa_bits: int = 0
-    min_exponent: int = 0  # exponent of the smallest normal number. Emulated formats need neither of the two.
-    max: float | None = None  # value that the largest magnitude of a group is scaled to; None: no scales
+    min_exponent: int = 0  # of the smallest normal number; emulated formats need neither of the two
+    max: float | None = None  # largest number, to which the amax of a group is scaled; None: no scales
     expanded: bool = False
 
     @property
     def emulated(self) -> Format | None:
-        """Return the format whose codes are bytes that torch has no dtype for, or None."""
+        """The emulated format, stored in uint8 for lack of a torch dtype, or None."""
         return FORMATS[self.name] if self.dtype is torch.uint8 else None
 
     @property
     def smallest(self) -> float:
-        """Return the smallest positive number of the format."""
+        """Smallest positive number of the format."""
         if self.emulated is not None:
             return self.emulated.smallest_subnormal
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
@@ -70,7 +70,7 @@ class _Codecs(dict[str, Codec]):
         return self[name]
 
 
-# By name; those of other formats (config/formats.py) are made when they are asked for.
+# By name; emulated formats (config/formats.py) are added on first use.
 CODECS = _Codecs(
     (codec.name, codec)
     for codec in (
@@ -85,29 +85,29 @@ CODECS = _Codecs(
 
 SCALE_MASKS = {"fp32": 0x7FF, "pow2": 0x7FFFFF}  # low bits of an FP32 scale that are zero, by scale type
 
-# log2 of the ratio max / min that an expanded group fills: 448 down to 2.3 of E4M3's smallest steps.
+# log2 of the range that an expanded group fills: from 448 down to 2.3 of E4M3's smallest steps
 LOG2_RANGE = math.log2(448.0**2 / 2)
 EXPONENT_STEPS = 16  # exponents are stored in sixteenths, from 1 to LARGEST_EXPONENT of them
 LARGEST_EXPONENT = 255
 
-CHUNK = 1 << 22  # elements that are decoded at once where only a part is wanted: bounds the FP32 copies
+CHUNK = 1 << 22  # elements dequantized at a time: bounds the FP32 copies
 
 
-class Encoded(NamedTuple):
-    """Flat encoded numbers: codes [n], and per group scale FP32 [g] and exponent uint8 [g] where the codec has them."""
+class Quantized(NamedTuple):
+    """A flat quantized tensor: data [n], scale FP32 [g] and exponent uint8 [g] a group where the codec has them."""
 
-    codes: torch.Tensor
+    data: torch.Tensor
     scale: torch.Tensor | None
     exponent: torch.Tensor | None
 
 
 def group_count(numel: int, granularity: str) -> int:
-    """Return the number of scales of a flat tensor: for "1x128" one for every 128 elements and the ragged rest."""
+    """Return the number of scales of a flat tensor, including a ragged last group of "1x128"."""
     return math.ceil(numel / BLOCK) if granularity == "1x128" else 1
 
 
 def moment_bytes(precision: StatePrecision) -> float:
-    """Return the bytes an element of both moments with their scales, where tensors are large."""
+    """Return the bytes per element of both moments with their scales, for large tensors."""
     total = 0.0
     for codec in (CODECS[getattr(precision, name)] for name in MOMENTS):
         per_group = 0 if codec.max is None or precision.granularity == "tensor" else 4 + codec.expanded
@@ -115,7 +115,7 @@ def moment_bytes(precision: StatePrecision) -> float:
     return total
 
 
-def encode(
+def quantize_moment(
     x: torch.Tensor,
     codec: Codec,
     granularity: str = "1x128",
@@ -124,20 +124,20 @@ def encode(
     never_zero: bool = False,
     noise: torch.Tensor | None = None,
     exponent: torch.Tensor | None = None,
-) -> Encoded:
-    """Encode flat numbers, rounding to nearest even.
+) -> Quantized:
+    """Quantize a flat moment, rounding to nearest even.
 
     Args:
         x: FP32 [n].
-        codec: How a number is coded.
-        granularity: "1x128" or "tensor": what shares a scale.
-        scale_type: "fp32" or "pow2", of the scales.
-        never_zero: Whether positive numbers stay above zero.
-        noise: Uniform numbers in [0, 1), FP32 [n]: round stochastically, up where the noise exceeds what is missing.
-        exponent: uint8 [groups]: use these instead of finding the group's own (decoded numbers came from them).
+        codec: Storage format.
+        granularity: Of scales: "1x128" or "tensor".
+        scale_type: "fp32" or "pow2".
+        never_zero: Whether positive numbers stay positive.
+        noise: Uniform random numbers in [0, 1), FP32 [n], for stochastic rounding.
+        exponent: uint8 [groups], to be used instead of computing them from x (dequantized with them before).
     """
     if codec.name == "fp32":
-        return Encoded(x.clone(), None, None)
+        return Quantized(x.clone(), None, None)
     groups = _as_groups(x, granularity)
     magnitude = groups.abs()
     magnitude = torch.where(magnitude < SMALLEST_SCALE, 0.0, magnitude)
@@ -159,65 +159,66 @@ def encode(
             scale = _scale_of(amax, codec.max, scale_type)
             at_max = magnitude == amax[:, None] if scale_type == "fp32" else None
             magnitude = magnitude * scale.reciprocal()[:, None]
-            if at_max is not None:  # or noise could round it down, and the scale would not be found again
+            if at_max is not None:  # stochastic rounding down would change the scale when quantized again
                 magnitude = torch.where(at_max & positive, codec.max, magnitude)
     if codec.max is not None:
         magnitude = torch.where(magnitude > codec.max, codec.max, magnitude)  # NaN stays
-    if never_zero and not codec.expanded:  # expansion brings the smallest to 2.3 steps of the format
+    if never_zero and not codec.expanded:  # expansion maps the smallest to 2.3 steps of the format
         magnitude = torch.where(positive & (magnitude < codec.smallest), codec.smallest, magnitude)
     if codec.emulated is not None:
         signed = torch.copysign(magnitude, groups)
         draw = None if noise is None else _as_groups(noise, granularity)
-        codes = codec.emulated.codec.encode(signed, draw)
-        return Encoded(codes.view(-1)[: x.numel()], scale, exponent)
+        data = codec.emulated.codec.encode(signed, draw)
+        return Quantized(data.view(-1)[: x.numel()], scale, exponent)
     if noise is not None:
         bend = (EXPONENT_STEPS / exponent.float())[:, None] if codec.expanded else None
         magnitude = _round_with_noise(magnitude, _as_groups(noise, granularity), codec, bend)
-    codes = torch.copysign(magnitude, groups).to(codec.dtype)
-    return Encoded(codes.view(-1)[: x.numel()], scale, exponent)
+    data = torch.copysign(magnitude, groups).to(codec.dtype)
+    return Quantized(data.view(-1)[: x.numel()], scale, exponent)
 
 
-def decode(encoded: Encoded, codec: Codec, granularity: str = "1x128") -> torch.Tensor:
-    """Return the flat FP32 numbers [n] that `encoded` stands for."""
+def dequantize_moment(quantized: Quantized, codec: Codec, granularity: str = "1x128") -> torch.Tensor:
+    """Return the flat FP32 moment [n]."""
     one_byte = codec.dtype.itemsize == 1
-    numbers = fp8_numbers(encoded.codes, format=codec.name) if one_byte else encoded.codes.float()
+    numbers = dequantize_unscaled(quantized.data, format=codec.name) if one_byte else quantized.data.float()
     if codec.max is None:
         return numbers
     groups = _as_groups(numbers, granularity)
     if codec.expanded:
-        magnitude = torch.exp2((groups.abs() / codec.max).log2() / (encoded.exponent.float() / EXPONENT_STEPS)[:, None])
-        groups = torch.copysign(magnitude * encoded.scale[:, None], groups)
+        magnitude = torch.exp2(
+            (groups.abs() / codec.max).log2() / (quantized.exponent.float() / EXPONENT_STEPS)[:, None]
+        )
+        groups = torch.copysign(magnitude * quantized.scale[:, None], groups)
     else:
-        groups = groups * encoded.scale[:, None]
+        groups = groups * quantized.scale[:, None]
     return groups.reshape(-1)[: numbers.numel()]
 
 
 def _as_groups(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Reshape [n] -> [groups, elements of a group], the last group filled up with zeros."""
+    """Reshape [n] -> [groups, elements of a group], the last group zero-padded."""
     if granularity == "tensor":
         return x.view(1, -1)
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def _scale_of(amax: torch.Tensor, largest: float, scale_type: str) -> torch.Tensor:
-    """Return amax / largest, rounded up as the scale type has it; 1 for a group of zeros."""
-    # A tensor as divisor: dividing by a number, CUDA multiplies by its rounded reciprocal.
+    """Return amax / largest rounded up according to the scale type; 1 for a group of zeros."""
+    # Divided by a tensor: CUDA replaces division by a number with its rounded reciprocal.
     exact = amax / torch.full_like(amax, largest)
     mask = SCALE_MASKS[scale_type]
-    # Rounded up on the bits: adding the mask carries into the kept bits unless the low ones are zero already. The next
-    # power of two, or 13 significant bits; a carry into the exponent is right as well.
+    # Rounded up on the bits to a power of two or to 13 significant bits: adding the mask carries unless the low bits
+    # are zero; a carry into the exponent is correct, too.
     rounded = ((exact.view(torch.int32) + mask) & ~mask).view(torch.float32)
     rounded = torch.where(exact.isfinite(), rounded, torch.nan)
     return torch.where(amax == 0, 1.0, rounded.clamp_min(SMALLEST_SCALE))
 
 
 def _find_exponent(magnitude: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return the group's exponent in sixteenths, from its magnitudes [g, e] and the largest of each [g]."""
-    # Exact zeros do not count: one of them would stretch the range without end.
+    """Return the exponent of each group in sixteenths, from magnitudes [g, e] and amax [g]."""
+    # Without exact zeros, which would make the range infinite.
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
     ratio = largest.log2() - smallest.log2()
-    # Equal values have ratio 0; a group of zeros, or of NaN, has no ratio at all.
-    # Rounded down, so that the group's range never exceeds that of the format.
+    # Rounded down: the range of the group must not exceed that of the format. Ratio 0: equal values; NaN: zeros or NaN.
     steps = torch.where(ratio > 0, (EXPONENT_STEPS * LOG2_RANGE / ratio).floor(), LARGEST_EXPONENT)
     return steps.clamp(1, LARGEST_EXPONENT).to(torch.uint8)
 
@@ -225,10 +226,10 @@ def _find_exponent(magnitude: torch.Tensor, largest: torch.Tensor) -> torch.Tens
 def _round_with_noise(
     magnitude: torch.Tensor, noise: torch.Tensor, codec: Codec, bend: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return one of the two numbers of the format around `magnitude`, whose expectation over the noise is right.
+    """Round `magnitude` stochastically and unbiased to one of the two adjacent numbers of the format.
 
-    bend [g, 1]: codes stand for their power of this, and it is of those powers that the expectation is taken. Taken of
-    the codes it would be too small by a share of up to 1e-3 at every step, as much as exp_avg_sq changes in one.
+    bend [g, 1]: the dequantized value is magnitude ** bend, and is rounded unbiased. Unbiased rounding of the data
+    would bias it by up to -1e-3 per step, as much as a step changes exp_avg_sq.
     """
     _, exponent = torch.frexp(magnitude)  # magnitude = m * 2**exponent, m in [0.5, 1)
     step = torch.ldexp(torch.ones_like(magnitude), (exponent - 1).clamp_min(codec.min_exponent) - codec.mantissa_bits)
@@ -238,17 +239,17 @@ def _round_with_noise(
         share = (magnitude - below) / step
     else:
         share = (magnitude**bend - below**bend) / (above**bend - below**bend)
-    # P(noise >= 1 - share) = share, so that the expectation is below + share * step: the number itself.
+    # P(noise >= 1 - share) = share: the expectation is below + share * step.
     rounded = torch.where(share + noise >= 1, above, below)
     return rounded if codec.max is None else torch.where(rounded > codec.max, codec.max, rounded)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of a flat state of `numel` elements into groups, and the rounding of their scales.
+    """Division of a flat state of `numel` elements into groups, and the type of their scales.
 
-    granularity `1x128`: runs of 128 elements. `tensor`: one group for each of `segments`, the sizes of the tensors that
-    were flattened into this one (() for a single one).
+    granularity `1x128`: groups of 128 elements. `tensor`: a group for each of `segments`, sizes of the tensors
+    flattened into this one (() for a single one).
     """
 
     numel: int
@@ -265,10 +266,7 @@ class Layout:
         return max(1, len(self.segments)) if self.granularity == "tensor" else group_count(self.numel, "1x128")
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements, groups) slices that together make up the state, each of whole groups and bounded in size.
-
-        A group of a whole tensor is not divided.
-        """
+        """Yield (elements, groups) slices that cover the state: full groups, at most CHUNK elements or one segment."""
         if self.granularity == "tensor":
             start = 0
             for index, length in enumerate(self.segments or (self.numel,)):
@@ -282,38 +280,43 @@ class Layout:
 
 
 class Moment:
-    """A flat state of FP32 numbers in fewer bytes. Not a Tensor subclass, so generic code cannot cast it.
+    """A quantized flat moment. Not a Tensor subclass, so that generic code cannot convert it.
 
-    codes [numel] in the codec's dtype; scale FP32 [groups]; exponent uint8 [groups] for e4m3_expanded, else None.
+    data [numel] in the codec's dtype; scale FP32 [groups]; exponent uint8 [groups] for e4m3_expanded, else None.
     """
 
     def __init__(self, codec: Codec, layout: Layout, device: torch.device, *, never_zero: bool):
         self.codec, self.layout, self.never_zero = codec, layout, never_zero
-        self.codes = torch.zeros(layout.numel, dtype=torch.uint8 if codec.dtype.itemsize == 1 else codec.dtype,
+        self.data = torch.zeros(layout.numel, dtype=torch.uint8 if codec.dtype.itemsize == 1 else codec.dtype,
                                  device=device).view(codec.dtype)  # fmt: skip
         self.scale = torch.ones(layout.groups, device=device)
-        # 1 and scale 1 with codes of zero: a new state decodes to zeros.
+        # Exponent 1, scale 1, data 0: a new moment is zero.
         self.exponent = torch.ones(layout.groups, dtype=torch.uint8, device=device) if codec.expanded else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch writes FP8 tensors into a plain pickle and cannot read them back: the bytes go in instead.
-        return {**vars(self), "codes": _bytes(self.codes)}
+        # torch cannot unpickle FP8 tensors from a plain pickle: pickled as bytes.
+        state = dict(vars(self))
+        state["codes"] = _bytes(state.pop("data"))  # the name in checkpoints
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, codes=state["codes"].view(state["codec"].dtype))
+        data = state.pop("codes").view(state["codec"].dtype)
+        vars(self).update(state, data=data)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for tensor in (self.codes, self.scale, self.exponent) if tensor is not None)
+        return tuple(tensor for tensor in (self.data, self.scale, self.exponent) if tensor is not None)
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def read(self, elements: slice, groups: slice) -> torch.Tensor:
-        """Return the numbers of one piece of the layout, FP32."""
+        """Dequantize one piece of the layout, FP32."""
         exponent = None if self.exponent is None else self.exponent[groups]
-        return decode(Encoded(self.codes[elements], self.scale[groups], exponent), self.codec, self.layout.granularity)
+        return dequantize_moment(
+            Quantized(self.data[elements], self.scale[groups], exponent), self.codec, self.layout.granularity
+        )
 
     def write(
         self,
@@ -323,36 +326,36 @@ class Moment:
         noise: torch.Tensor | None = None,
         exponent: torch.Tensor | None = None,
     ) -> None:
-        """Encode FP32 `numbers` into one piece of the layout, with separate scales."""
-        encoded = encode(
+        """Quantize FP32 `numbers` into one piece of the layout."""
+        quantized = quantize_moment(
             numbers, self.codec, self.layout.granularity, self.layout.scale_type,
             never_zero=self.never_zero, noise=noise, exponent=exponent,
         )  # fmt: skip
-        _bytes(self.codes[elements]).copy_(_bytes(encoded.codes))
-        self.scale[groups] = encoded.scale
+        _bytes(self.data[elements]).copy_(_bytes(quantized.data))
+        self.scale[groups] = quantized.scale
         if self.exponent is not None:
-            self.exponent[groups] = encoded.exponent
+            self.exponent[groups] = quantized.exponent
 
-    def decode(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return all numbers, FP32 [numel], on `device` (where the codes are when None)."""
-        result = torch.empty(self.layout.numel, device=self.codes.device if device is None else device)
+    def dequantize(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Return the moment, FP32 [numel], on `device` (default: that of data)."""
+        result = torch.empty(self.layout.numel, device=self.data.device if device is None else device)
         for elements, groups in self.layout.pieces():
-            # Piece by piece: with `device` "cpu" the GPU never holds all of the state in FP32.
+            # Piece by piece: for "cpu" the GPU never holds all of it in FP32.
             result[elements] = self.read(elements, groups).to(result.device)
         return result
 
-    def encode(
+    def quantize(
         self, numbers: torch.Tensor, exponent: torch.Tensor | None = None, noise: torch.Generator | None = None
     ) -> None:
-        """Replace all numbers.
+        """Quantize new values in place.
 
         Args:
-            numbers: The new ones, in their order.
-            exponent: uint8 [groups], those that `numbers` were decoded with, where they are known.
-            noise: Round stochastically with numbers drawn from this generator; None: to the nearest.
+            numbers: [numel], any dtype and device.
+            exponent: uint8 [groups], with which `numbers` were dequantized, if known.
+            noise: Generator for stochastic rounding; None: to nearest.
         """
         flat = numbers.reshape(-1)
-        device = self.codes.device
+        device = self.data.device
         if exponent is not None and (self.exponent is None or exponent.numel() != self.exponent.numel()):
             exponent = None
         for elements, groups in self.layout.pieces():
@@ -361,21 +364,21 @@ class Moment:
             self.write(elements, groups, piece, draw(noise, piece), exponent=known)
 
     def packed(self) -> dict[str, Any]:
-        """Return all of this state, codes and scales on the CPU: what a compact checkpoint holds."""
+        """Return the quantized moment as a dict on the CPU, for a compact checkpoint."""
         about = {**asdict(self.layout), "codec": self.codec.name, "never_zero": self.never_zero}
-        codes, scale, exponent = (None if x is None else x.cpu() for x in (self.codes, self.scale, self.exponent))
-        return {**about, "codes": codes, "scale": scale, "exponent": exponent}
+        data, scale, exponent = (None if x is None else x.cpu() for x in (self.data, self.scale, self.exponent))
+        return {**about, "codes": data, "scale": scale, "exponent": exponent}
 
     @classmethod
     def unpacked(cls, packed: dict[str, Any]) -> Moment:
-        """Return the Moment, on the CPU, that `packed` came from."""
+        """Return the Moment of a `packed` dict, on the CPU."""
         layout = Layout(*(packed[field.name] for field in fields(Layout)))
         moment = cls(CODECS[packed["codec"]], layout, torch.device("cpu"), never_zero=packed["never_zero"])
-        moment.codes, moment.scale, moment.exponent = packed["codes"], packed["scale"], packed["exponent"]
+        moment.data, moment.scale, moment.exponent = packed["codes"], packed["scale"], packed["exponent"]
         return moment
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        """Return a copy of decoded elements, which is how DeepSpeed reads a parameter's part of a state."""
+        """Return a copy of dequantized elements; DeepSpeed calls it to read a parameter's part of a state."""
         if dim != 0:
             raise ValueError(f"a flat state has no dimension {dim}")
         parts: Sequence[torch.Tensor] = [
@@ -383,29 +386,29 @@ class Moment:
             for elements, groups in self.layout.pieces()
             if elements.start < start + length and start < elements.stop
         ]
-        return torch.cat(list(parts)) if parts else torch.empty(0, device=self.codes.device)
+        return torch.cat(list(parts)) if parts else torch.empty(0, device=self.data.device)
 
 
 def shared_layout(*states: torch.Tensor | Moment) -> Layout | None:
-    """Return the layout of states that are Moments, the same for all of them; None if none is."""
+    """Return the common layout of the Moments in `states`; None if there is none."""
     layouts = {state.layout for state in states if isinstance(state, Moment)}
     if len(layouts) > 1:
         raise ValueError(f"moments of one parameter in several layouts: {layouts}")
     return next(iter(layouts), None)
 
 
-def is_kept_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:
-    """Return whether a state is in the form that a step works on: others put FP32 tensors in its place, or move it."""
+def is_stored_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:
+    """Return whether a state is stored as a step needs it: other code may have moved it or replaced it by FP32."""
     if isinstance(value, Moment):
-        return value.codec.name == codec and value.codes.device == device
-    kept = CODECS[codec]
-    return value is not None and kept.max is None and (value.dtype, value.device) == (kept.dtype, device)
+        return value.codec.name == codec and value.data.device == device
+    stored = CODECS[codec]
+    return value is not None and stored.max is None and (value.dtype, value.device) == (stored.dtype, device)
 
 
 def draw(noise: torch.Generator | None, like: torch.Tensor) -> torch.Tensor | None:
-    """Draw uniform FP32 numbers in [0, 1) of the shape of `like` from a generator of its device; None without one."""
+    """Return uniform random FP32 numbers in [0, 1) like `like`; None without a generator."""
     return None if noise is None else torch.rand(like.shape, generator=noise, device=like.device)
 
 
-def _bytes(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.uint8) if codes.dtype.itemsize == 1 else codes
+def _bytes(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8) if data.dtype.itemsize == 1 else data

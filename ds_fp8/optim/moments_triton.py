@@ -1,7 +1,7 @@
-"""Decoding and encoding of a tile of optimizer state in Triton, as moments.py has it; adamw_step_triton.py puts them into a step.
+"""Quantize and dequantize a tile of a moment in Triton; moments.py has the maths, adamw_step_triton.py the step.
 
-A tile is ROWS groups of 128 elements, [ROWS, 128]. Expansion takes two logarithms and two exponentials an element and
-moment; on a GPU they are the approximate instructions (FAST), whose errors of 1e-5 are far below E4M3's.
+A tile is ROWS groups of 128 elements, [ROWS, 128]. Expansion takes two logarithms and two exponentials per element and
+moment, on a GPU by approximate instructions (FAST), with errors of 1e-5, far below those of E4M3.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.language.extra import libdevice
 
 from ds_fp8.casts.primitives_triton import magnitude_bits
 
-# Storage of a state: as a number, in units of a scale, in units of a scale and raised to an exponent.
+# Storage: unscaled; scaled; scaled and expanded
 PLAIN, SCALED, EXPANDED = (tl.constexpr(i) for i in range(3))
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
 _SIGN = tl.constexpr(-0x80000000)
@@ -46,18 +46,18 @@ def _with_sign_of(magnitude, x):
 
 
 @triton.jit
-def decode_tile(codes, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr,
+def dequantize_tile(data, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr,
             LOG2_MAX: tl.constexpr, STEPS: tl.constexpr, SIGNED: tl.constexpr, TENSOR: tl.constexpr, FAST: tl.constexpr):
-    """Return the FP32 tile of the numbers stored as `codes`, a loaded tile; FP8 codes come as bytes."""
+    """Return the dequantized FP32 tile of `data`, a loaded tile; FP8 as bytes."""
     if DTYPE.primitive_bitwidth == 8:
-        x = codes.to(DTYPE, bitcast=True).to(tl.float32)
+        x = data.to(DTYPE, bitcast=True).to(tl.float32)
     else:
-        x = codes.to(tl.float32)
+        x = data.to(tl.float32)
     if KIND != PLAIN:
-        # rows * 0 and not 0: every row loads the one scale of the tensor, with the shape of scales by group.
+        # rows * 0, not 0: one scale per tensor in the shape of scales per group.
         factor = tl.load(scale + (rows * 0 if TENSOR else rows), mask=inside, other=1.0)
         if KIND == EXPANDED:
-            # scale * (|x| / MAX) ** (1 / power) as one exponential of one multiply-add; the log of 0 is -inf.
+            # scale * (|x| / MAX) ** (1 / power) as one exponential of one FMA; log2(0) is -inf.
             steps = tl.load(exponent + rows, mask=inside, other=1).to(tl.float32)
             inverse = divide(tl.zeros_like(steps) + STEPS, steps, FAST)
             offset = _log2(factor, FAST) - LOG2_MAX * inverse
@@ -70,16 +70,16 @@ def decode_tile(codes, scale, exponent, rows, inside, KIND: tl.constexpr, DTYPE:
 
 @triton.jit
 def normal_magnitude_bits(x):
-    """Return the bits of |x|, which order like the numbers; 0 for subnormal x, which codecs take for zero."""
+    """Return the bits of |x|, which order like the numbers; 0 for subnormal x."""
     bits = magnitude_bits(x)
     return tl.where(bits < _SMALLEST_NORMAL, 0, bits)
 
 
 @triton.jit
 def scale_of_group(bits, MAX: tl.constexpr, MASK: tl.constexpr, SMALLEST: tl.constexpr):
-    """Return amax / MAX rounded up as MASK says, from the bits of amax; 1 for a group of zeros, NaN for one of Inf or NaN.
+    """Return amax / MAX rounded up by MASK, from the bits of amax; 1 for a group of zeros, NaN for one with Inf or NaN.
 
-    `scale_of` of the casts knows two formats and powers of two or no rounding; here are FP16, and scales of 13 bits.
+    Other than `scale_of` in casts it supports FP16, and scales of 13 bits.
     """
     amax = bits.to(tl.float32, bitcast=True)
     exact = tl.div_rn(amax, tl.zeros_like(amax) + MAX)
@@ -90,9 +90,9 @@ def scale_of_group(bits, MAX: tl.constexpr, MASK: tl.constexpr, SMALLEST: tl.con
 
 @triton.jit
 def _growth(t, bend):
-    """Return ((1 + t)**bend - 1) / bend, t in [0, 1/2], by its series: the growth of a number whose code grows by t.
+    """Return ((1 + t)**bend - 1) / bend, t in [0, 1/2], by its series: the relative growth of a value whose data grow by t.
 
-    Right to 2e-3 for bend up to 6; more than that bends only what ranges over 2^100 and more.
+    Error at most 2e-3 for bend up to 6; beyond, the range of the group is above 2^100.
     """
     series = 1.0 + (bend - 4.0) * (1.0 / 5) * t
     series = 1.0 + (bend - 3.0) * (1.0 / 4) * t * series
@@ -103,20 +103,20 @@ def _growth(t, bend):
 @triton.jit
 def _with_noise(y, noise, bend, KIND: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr,
                 MIN_EXPONENT: tl.constexpr, FAST: tl.constexpr):
-    """Return one of the two numbers of the format around y >= 0, right on average over noise in [0, 1): _round_with_noise."""
+    """_round_with_noise of moments.py: y >= 0 to an adjacent number of the format, unbiased over noise in [0, 1)."""
     #     step    = 2^(exponent - mantissa bits)               spacing of the format around y
     #     floor   = largest multiple of step not above y;      share = (y - floor) / step in [0, 1)
-    #     result  = floor or floor + step, with probabilities so that the decoded number is right on average
-    # Exponents are clamped from below: subnormal numbers of the format are all one step apart.
-    # y >= 0, so the shift leaves the biased exponent of FP32, without a sign.
+    #     result  = floor or floor + step, so that the dequantized value is unbiased
+    # Clamped from below: subnormals of the format have constant spacing. The shift leaves the biased exponent, as y >=
+    # 0.
     exponent = tl.maximum(y.to(tl.int32, bitcast=True) >> 23, MIN_EXPONENT + 127)
-    # 2^(exponent - MANTISSA), put together from bits; `inverse` is its exact reciprocal, and no division is needed.
+    # 2^(exponent - MANTISSA) from bits; `inverse` is its exact reciprocal.
     step = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent + MANTISSA) << 23).to(tl.float32, bitcast=True)
     floor = tl.floor(y * inverse)  # in steps
     share = y * inverse - floor
     if KIND == EXPANDED:
-        # No number but 0 lies below the first step, so dividing by one step there changes nothing.
+        # floor 0: nothing but 0 lies below the first step, so that dividing by 1 is fine.
         t = divide(tl.zeros_like(floor) + 1.0, tl.maximum(floor, 1.0), FAST)
         up = _growth(share * t, bend) >= (1.0 - noise) * _growth(t, bend)
     else:
@@ -125,25 +125,25 @@ def _with_noise(y, noise, bend, KIND: tl.constexpr, MAX: tl.constexpr, MANTISSA:
 
 
 @triton.jit
-def encode_store(
-    x, codes, scale, exponent, offsets, rows, inside, valid, noise, amax,
+def quantize_store(
+    x, data, scale, exponent, offsets, rows, inside, valid, noise, amax,
     KIND: tl.constexpr, DTYPE: tl.constexpr, MAX: tl.constexpr, LOG2_MAX: tl.constexpr, MASK: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
     SMALLEST: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, LOG2_RANGE: tl.constexpr,
     STEPS: tl.constexpr, LARGEST_STEPS: tl.constexpr, SIGNED: tl.constexpr, NOISE: tl.constexpr,
     TENSOR: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):
-    """Encode the tile x and store its codes, scales and exponents; where TENSOR, `amax` has the bits of the tensor's."""
+    """Quantize the tile x and store data, scales and exponents; TENSOR: `amax` is the bits of the tensor's amax."""
     if KIND == PLAIN:
         if NOISE and DTYPE == tl.bfloat16:
             # BF16 is the upper half of FP32.
             bits = (x.to(tl.int32, bitcast=True) + (noise * 65536.0).to(tl.int32)) & -65536
-            x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # a NaN of all ones would carry into the sign
+            x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # NaN of all ones would carry into the sign
         result = x.to(DTYPE)
     else:
         if KIND == EXPANDED:
-            #     ratio   = log2(largest / smallest)                   of a group; zeros do not count
+            #     ratio   = log2(largest / smallest)                   of a group, without zeros
             #     power   = min(range of the format / ratio, ...)      in STEPS-ths, an integer of one byte
-            #     code    = round(MAX * (|x| / largest)^power)         spreads the group over the whole format
+            #     data    = round(MAX * (|x| / largest)^power)         expands the group to the range of the format
             bits = magnitude_bits(x)
             largest = tl.max(bits, 1)
             largest = tl.where(largest < _SMALLEST_NORMAL, 0, largest)
@@ -151,15 +151,15 @@ def encode_store(
             factor = largest.to(tl.float32, bitcast=True)
             log_largest = _log2(tl.where(largest == 0, 1.0, factor), FAST)
             ratio = log_largest - _log2(smallest.to(tl.float32, bitcast=True), FAST)
-            # Equal values have ratio 0, and a group of zeros a negative one.
+            # Ratio 0 for equal values, negative for a group of zeros.
             steps = tl.floor(divide(tl.zeros_like(ratio) + STEPS * LOG2_RANGE, tl.maximum(ratio, 1e-6), FAST))
             steps = tl.minimum(tl.maximum(steps, 1.0), LARGEST_STEPS)
             power = steps * (1.0 / STEPS)
             offset = LOG2_MAX - log_largest * power
-            # MAX * (|x| / largest) ** power; the smallest comes to 2.3 steps of the format, so nothing becomes zero.
+            # MAX * (|x| / largest) ** power; the smallest is 2.3 steps of the format: nothing becomes zero.
             magnitude = bits.to(tl.float32, bitcast=True)
             if not FAST:
-                magnitude = tl.where(bits < _SMALLEST_NORMAL, 0.0, magnitude)  # on a GPU the logarithm does
+                magnitude = tl.where(bits < _SMALLEST_NORMAL, 0.0, magnitude)  # the GPU's logarithm flushes them
             y = tl.exp2(_log2(magnitude, FAST) * power[:, None] + offset[:, None])
             bend = divide(tl.zeros_like(steps) + STEPS, steps, FAST)[:, None]
             tl.store(exponent + rows, steps.to(tl.uint8), mask=inside)
@@ -176,22 +176,21 @@ def encode_store(
                 tl.store(scale + rows, factor, mask=inside)
             bend = inside
             inverse = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
-            # The reciprocal is rounded where scales are no powers of two; codecs.py multiplies by it too: the same
-            # codes.
+            # By the rounded reciprocal, as in moments.py: bitwise equal data.
             y = bits.to(tl.float32, bitcast=True) * inverse[:, None]
             if not SIGNED:
                 y = tl.where((bits > 0) & (y < SMALLEST), SMALLEST, y)
         if NOISE:
             rounded = _with_noise(y, noise, bend, KIND, MAX, MANTISSA, MIN_EXPONENT, FAST)
             if KIND == EXPANDED or MASK == 0x7FF:
-                # Noise must not round the largest down, or decoding and encoding again would find another scale.
+                # The largest must not be rounded down: quantizing again would find another scale.
                 rounded = tl.where((bits == largest[:, None]) & (largest > 0)[:, None], MAX, rounded)
             y = tl.where(y == y, rounded, y)  # NaN stays
-        # Casts to nearest need no clamp: rounding errors above MAX are far below half a step.
+        # No clamp for rounding to nearest: y exceeds MAX by far less than half a step.
         result = (_with_sign_of(y, x) if SIGNED else y).to(DTYPE)
     if DTYPE.primitive_bitwidth == 8:
         result = result.to(tl.uint8, bitcast=True)
     if EVEN:
-        tl.store(codes + offsets, result)
+        tl.store(data + offsets, result)
     else:
-        tl.store(codes + offsets, result, mask=valid)
+        tl.store(data + offsets, result, mask=valid)

@@ -20,14 +20,14 @@ import torch
 
 from ds_fp8.casts.primitives import (
     apply_factors,
-    cast,
-    decode,
     dequantize,
+    dequantize_unscaled,
     exact_scale,
     group_amax,
     infinite_to_nan,
     of_finite_groups,
     per_element,
+    quantize_with_scale,
     reduce_groups,
     round_stochastically,
     scale_from_amax,
@@ -106,7 +106,7 @@ def scales_of_least_error(x: torch.Tensor, format: str, granularity: str) -> tor
     half = (whole / 2).clamp_min(SMALLEST_SCALE)
     errors = []
     for scale in (whole, half):
-        codes = cast(x, scale, format, granularity)
+        codes = quantize_with_scale(x, scale, format, granularity)
         rounded = dequantize(codes, scale, granularity, "mse", torch.float32, format)
         # In units of p: squares of the smallest numbers would vanish in FP32.
         lost = per_element(torch.div, x.detach().float() - rounded, whole, granularity).square_()
@@ -135,7 +135,7 @@ def fitted_scales(x: torch.Tensor, format: str, granularity: str = "1x128") -> t
     for sevenths in FITTED_SEVENTHS:
         scale = of_finite_groups(amax, exact_scale(amax, largest * sevenths / 7))
         in_units = per_element(torch.mul, x.detach(), scale.reciprocal(), "1x128")
-        rounded = decode(in_units.clamp(-largest, largest).to(FORMATS[format].dtype))
+        rounded = dequantize_unscaled(in_units.clamp(-largest, largest).to(FORMATS[format].dtype))
         # In units of the scale, for squares of small numbers vanish, and then of the largest c's.
         lost = reduce_groups(torch.sum, (in_units - rounded).square_(), "1x128") * (7 / sevenths) ** 2
         if best is None:

@@ -42,7 +42,7 @@ from ds_fp8.layers.attention.hadamard import Rotation, rotate, unrotate
 from ds_fp8.layers.decoder.structure import MLP_PARTS
 from ds_fp8.layers.linear.linear import LAYERS, FP8Linear, Products
 from ds_fp8.layers.linear.recipe import Factor, LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, dgrad_operand, dgrad_weight, fprop_weight
+from ds_fp8.layers.linear.weights import UNSHARDED, dgrad_weight, fprop_weight, transposed_weight
 from ds_fp8.monitor.statistics import Rows
 from ds_fp8.research.config import RecastConfig, ResearchCasts, ResearchLinear
 from ds_fp8.research.formats import ResearchSpec, cast_matrix
@@ -73,12 +73,12 @@ class ResearchRecipe(LinearRecipe):
         casts = self.input, self.weight, self.grad_output
         return all(cast.plain for cast in casts) and not (self.rotations or self.second_cast or self.smooth_swiglu)
 
-    def cast_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
+    def quantize_weight(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         quantized = cast_matrix(weight, self.weight, None, column_factor)
         self.observe("weight", weight, quantized, None, column_factor)
         return quantized
 
-    def cast_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
+    def quantize_weight_columnwise(self, weight: torch.Tensor, column_factor: Factor = None) -> QuantizedTensor:
         of_dy = self.grad_output.rotation
         # dy is rotated along N, its columns; of w [N, K] that dimension is the rows.
         rotation = None if of_dy is None or of_dy.axis == 0 else replace(of_dy, axis=0)
@@ -93,24 +93,26 @@ class ResearchRecipe(LinearRecipe):
         Gathered bytes are multiplied and cast again; with power-of-two scales that loses no bits but of numbers that
         leave the format's range.
         """
-        gathered, spec = getattr(weight, GATHERED, None), self.weight
+        gathered, spec = getattr(weight, UNSHARDED, None), self.weight
         if gathered is None:
-            return self.cast_weight(weight, factors)
+            return self.quantize_weight(weight, factors)
         # The monitor is not shown this cast: the gather showed it the one from the masters.
         return quantize(gathered.dequantize(), spec.format, spec.granularity, spec.scale, column_factor=factors)
 
-    def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        kept = super().kept_input(data, scale)
+    def saved_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        kept = super().saved_input(data, scale)
         return kept if self.second_cast is None else replace(kept, scale_type=self.second_cast.scale)
 
-    def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
+    def quantize_input(
+        self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
+    ) -> QuantizedTensor:
         if self.input.plain:
-            return super().cast_input(x, row_factor, column_factor)
+            return super().quantize_input(x, row_factor, column_factor)
         quantized = cast_matrix(x, self.input, row_factor, column_factor)
         self.observe("input", x, quantized, row_factor, column_factor)
         return quantized
 
-    def cast_input_columnwise(
+    def quantize_input_columnwise(
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
         if self.second_cast is not None:
@@ -119,23 +121,25 @@ class ResearchRecipe(LinearRecipe):
         spec = replace(self.input, granularity=self.wgrad_input, rotation=self.wgrad_input_rotation)
         return cast_matrix(x, spec, row_factor, column_factor, columnwise=True)
 
-    def cast_input_both(self, x: torch.Tensor, column_factor: Factor = None) -> tuple[QuantizedTensor, QuantizedTensor]:
+    def quantize_input_both(
+        self, x: torch.Tensor, column_factor: Factor = None
+    ) -> tuple[QuantizedTensor, QuantizedTensor]:
         plain = self.input.plain and self.wgrad_input_rotation is None and self.second_cast is None
         if plain and column_factor is None:
-            return super().cast_input_both(x)
+            return super().quantize_input_both(x)
         cast = cast_matrix(x, self.input, None, column_factor)
         if self.second_cast is not None:
             both = cast, self._cast_again(cast, self.wgrad_input, self.wgrad_input_rotation)
         else:
-            both = cast, self.cast_input_columnwise(x, column_factor=column_factor)
+            both = cast, self.quantize_input_columnwise(x, column_factor=column_factor)
         self.observe("input", x, cast, None, column_factor)
         return both
 
-    def cast_gradient(
+    def quantize_gradient(
         self, dy: torch.Tensor, rowwise: str | None, columnwise: str | None, column_factor: Factor = None
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         if self.grad_output.plain and self.wgrad_grad_output_rotation is None:
-            return super().cast_gradient(dy, rowwise, columnwise, column_factor)
+            return super().quantize_gradient(dy, rowwise, columnwise, column_factor)
         row = column = None
         if rowwise is not None:
             row = cast_matrix(dy, self.grad_output, None, column_factor)
@@ -178,10 +182,10 @@ class ResearchProducts(Products):
         inverse = None if factors is None else factors.reciprocal()
         wgrad = save != "nothing" and weight.requires_grad
         if wgrad and save == "fp8":
-            cast, columnwise = recipe.cast_input_both(x, inverse)
+            cast, columnwise = recipe.quantize_input_both(x, inverse)
             saved = [columnwise.data, columnwise.scale]
         else:
-            cast, saved = recipe.cast_input(x, column_factor=inverse), [x] if wgrad else []
+            cast, saved = recipe.quantize_input(x, column_factor=inverse), [x] if wgrad else []
         beyond = recipe.clipped(x, recipe.input, cast) if save != "nothing" and dgrad else None
         w = fprop_weight([weight], recipe) if factors is None else recipe.weight_times(weight, factors)
         return recipe.multiply(recipe.with_outliers(cast, x), w, x.dtype), [factors, beyond, *saved]
@@ -200,18 +204,18 @@ class ResearchProducts(Products):
         inverse = None if factors is None else factors.reciprocal()
         if wants[0] and factors is None:
             w, factor = dgrad_weight([weight], recipe)
-        elif wants[0] and recipe.casts_weight_twice:
-            w = recipe.cast_weight_columnwise(weight, factors)
+        elif wants[0] and recipe.quantizes_weight_twice:
+            w = recipe.quantize_weight_columnwise(weight, factors)
         elif wants[0]:
-            w, factor = dgrad_operand(recipe.weight_times(weight, factors), recipe.transposed)
-        cast, columnwise = recipe.cast_grad_output(dy, *wants, factor)
+            w, factor = transposed_weight(recipe.weight_times(weight, factors), recipe.transposed)
+        cast, columnwise = recipe.quantize_grad_output(dy, *wants, factor)
         if wants[0]:
             dx = _unrotated_dgrad(recipe, recipe.multiply(cast, w, dtype), len(dy), beyond)
             # With factors s forward multiplied (x / s) by (W s): dx is divided by s, dw multiplied by it.
             dx = dx if factors is None else dx.mul_(inverse)
         if not wants[1]:
             return dx, None
-        kept = recipe.kept_input if save == "fp8" else partial(recipe.cast_input_columnwise, column_factor=inverse)
+        kept = recipe.saved_input if save == "fp8" else partial(recipe.quantize_input_columnwise, column_factor=inverse)
         dw = _unrotated_wgrad(recipe, recipe.multiply(columnwise, kept(*saved), weight.dtype), weight)
         return dx, dw if factors is None else dw.mul_(factors)
 
@@ -225,7 +229,7 @@ def _unrotated_dgrad(
         dx = unrotate(dx, of_dy, tokens)
     if clipped_input is not None:
         dx = dx.masked_fill(clipped_input, 0)
-    return dx if recipe.casts_weight_twice and recipe.second_cast is None else unrotate(dx, recipe.weight.rotation)
+    return dx if recipe.quantizes_weight_twice and recipe.second_cast is None else unrotate(dx, recipe.weight.rotation)
 
 
 def _unrotated_wgrad(recipe: ResearchRecipe, dw: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ds_fp8.data import IGNORED, PackedDataset, stop_tokens
 from ds_fp8.data.rows import measured_rows
 from ds_fp8.data.stage import Question, extract_answer
 from ds_fp8.engine.health import check_labels
-from ds_fp8.export.together import together
+from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.layers.attention.sequence_parallel import local_sequences
 from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import Batch, label_tokens, micro_batches
@@ -128,7 +128,7 @@ def exact_match(
         # Cut to this rank's own questions: repeated ones were generated so that all ranks gather as often.
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
         # Together: what is refused of one rank's answers, a search without end, ends all ranks.
-        found = together(lambda pairs=pairs: [extract_answer(pattern, text) == one.answer for one, text in pairs])
+        found = on_all_ranks(lambda pairs=pairs: [extract_answer(pattern, text) == one.answer for one, text in pairs])
         right += sum(map(sum, found))
         for (question, text), correct in list(zip(pairs, found[rank], strict=True))[: MAX_SAMPLES - len(samples)]:
             prompt = tokenizer.decode(question.prompt, skip_special_tokens=True)

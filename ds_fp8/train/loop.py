@@ -1,4 +1,4 @@
-"""The loop of a stage: steps, evaluation, saves, and the way back from a loss spike.
+"""The loop of a stage: steps, evaluation, saves, and rollback on a loss spike.
 
 A step enqueues work and reads nothing back. Its loss stays on the device until `Steps.read`, which costs a few small
 reductions over all ranks and one wait for the device, however many steps were done since the last.

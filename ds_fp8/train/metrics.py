@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
@@ -170,7 +169,15 @@ class RunHealth:
             self._log.append(routing_record(step, report.routing))
             self._send(routing_curves(report.routing))
         for found in report.degraded:
-            self._log.append({"step": step, "event": "degraded", **asdict(found)})
+            self._log.append(
+                {
+                    "step": step,
+                    "event": "degraded",
+                    "site": found.name,
+                    "tensor_class": found.tensor_class,
+                    "reason": found.reason,
+                }
+            )
         if report.moved:
             self._log_layers(step)
 

@@ -156,7 +156,7 @@ def shard_one_by_one(
     Args:
         model: Has its parameters, or empty ones.
         raw: DeepSpeed's configuration.
-        frozen_on_host: Where FP8 codes take the place of frozen weights on the device. `ds_fp8.initialize` fetches
+        frozen_on_host: Where quantized weights replace frozen weights on the device. `ds_fp8.initialize` fetches
             those that stay in BF16.
         memory: Makes the data of an empty parameter, given its name; all ranks get the first one's numbers.
     """

@@ -25,7 +25,7 @@ from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.hosts import free_port
 from ds_fp8.cluster.launcher import STARTED_BY
 from ds_fp8.config.errors import UserError
-from ds_fp8.export.together import together
+from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.zero.deepspeed.methods import disable_shm_build
 
 T = TypeVar("T")
@@ -58,13 +58,13 @@ def init_distributed() -> None:
 
 def on_first_rank(work: Callable[[], T]) -> T:
     """Do `work` on the first rank and return its result on all of them, or raise on all of them. Collective."""
-    return together(lambda: work() if dist.get_rank() == 0 else None)[0]
+    return on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)[0]
 
 
 def check_same_everywhere(what: str, facts: dict[str, Any], *, key: str, remedy: str) -> None:
     """Raise UserError, on all ranks alike, where `what` a rank has (its facts) is not rank 0's. Collective."""
     # Every rank gets all facts and finds the same difference: all raise, and none waits for another.
-    everywhere = together(lambda: (socket.gethostname(), json.dumps(facts, sort_keys=True, default=str)))
+    everywhere = on_all_ranks(lambda: (socket.gethostname(), json.dumps(facts, sort_keys=True, default=str)))
     first_host, expected = everywhere[0]
     for rank, (host, found) in enumerate(everywhere):
         if found != expected:

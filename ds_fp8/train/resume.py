@@ -22,7 +22,7 @@ from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.engine.sequence_parallel import KEY
-from ds_fp8.export.together import together
+from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, folder_of, problems_of, random_file, steps_in
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.run_folder import (
@@ -110,7 +110,7 @@ def settle(stage: Stage, say: Callable[[str], None]) -> RunState:
     state = on_first_rank(lambda: inspect_run(stage))
     if state.checkpoint is not None:
         started = time.monotonic()
-        found = together(partial(problems_of, state.checkpoint, dist.get_rank(), dist.get_world_size()))
+        found = on_all_ranks(partial(problems_of, state.checkpoint, dist.get_rank(), dist.get_world_size()))
         if problems := [problem for part in found for problem in part]:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise _damaged(state.checkpoint, problems[0] + more, "train.run_dir" if state.step else "train.resume")

@@ -30,7 +30,7 @@ from ds_fp8.data.rows import measured_rows
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.convert import stop_casting
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.train.batches import Batch
 from ds_fp8.train.evaluation import label_logits
@@ -103,7 +103,7 @@ class CastSwitch:
         self.linears = {name: m for name, m in model.named_modules() if isinstance(m, FP8Linear)}
         for linear in self.linears.values():
             # Once, and not in every forward.
-            setattr(linear.weight, GATHERED, linear.recipe.cast_weight(linear.weight.detach()))
+            setattr(linear.weight, UNSHARDED, linear.recipe.quantize_weight(linear.weight.detach()))
         self._switch(())
 
     def _switch(self, cast: Collection[str]) -> None:
@@ -122,7 +122,7 @@ class CastSwitch:
     def close(self) -> None:
         self._switch(self.linears)
         for linear in self.linears.values():
-            delattr(linear.weight, GATHERED)  # the cached operand must not reach what converts or saves the model next
+            delattr(linear.weight, UNSHARDED)  # the cached operand must not reach what converts or saves the model next
         stop_casting(self._model)
 
 

@@ -1,7 +1,7 @@
-"""Load a folder with FP8 weights so that it computes as a server does: FP8 products of stored codes and cast inputs.
+"""Load a folder with FP8 weights to compute as a server does: FP8 products of stored weights and quantized inputs.
 
-Linear layers with codes in the folder become FP8Linear; their weights are the codes and scales of the files, and inputs
-are cast as the "quantization_config" says, which vLLM and SGLang follow:
+Linear layers with FP8 weights in the folder become FP8Linear; their weights are data and scales of the files, and
+inputs are quantized as the "quantization_config" says, which vLLM and SGLang follow:
 
     fp8                 blocks of 128x128, inputs in groups of 128; powers of two where scale_fmt is ue8m0, else FP32
     compressed-tensors  blocks with inputs in groups of 128, or output channels or tensors with inputs by token; FP32
@@ -26,13 +26,13 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, placeholder
+from ds_fp8.layers.linear.weights import UNSHARDED, placeholder
 from ds_fp8.layers.selection import linear_layers
 from ds_fp8.train.stored_model import (
     COMPRESSED_TENSORS,
     ModelSource,
     check_trainable,
-    load_with_codes,
+    load_quantized,
     quantization_of,
     stored_config,
 )
@@ -43,7 +43,7 @@ class Serving:
     """Products of a model with FP8 weights: which are computed as served, and which are not."""
 
     inputs: str | None  # Cast of the inputs; None: they are not cast
-    layers: list[str] = field(default_factory=list)  # Names of the linear layers that multiply codes
+    layers: list[str] = field(default_factory=list)  # Names of the linear layers with FP8 weights
     decoded: list[str] = field(default_factory=list)  # Names of stored weights in FP8 that are multiplied in BF16 here
     note: str | None = None  # Why some weights are in BF16
 
@@ -64,20 +64,20 @@ def load_served_model(
     quantization, config = quantization_of(source), stored_config(source)
     check_trainable(source, config)
     with ExitStack() as opened:
-        model, codes = load_with_codes(source, config, dict(options), opened)
+        model, weights = load_quantized(source, config, dict(options), opened)
         model = model.to(device).eval()
-        if not codes:
+        if not weights:
             return model, None
         section, why = _casts(quantization)
         if section is None:
-            return model, Serving(None, decoded=list(codes), note=why)
+            return model, Serving(None, decoded=list(weights), note=why)
         linears = linear_layers(model)
-        found = {name.removesuffix(".weight"): stored for name, stored in codes.items()}
+        found = {name.removesuffix(".weight"): stored for name, stored in weights.items()}
         found = {name: stored for name, stored in found.items() if name in linears}
         recipe = recipe_from_config(FP8Config.from_preset(linear=section, monitor={"every": 0}, **_ALL_IN_BF16))
         for name, stored in found.items():
-            _serve(linears[name], stored.codes[...].to(device), stored.scales[...].float().to(device), recipe.at(name))
-        decoded = [name for name in codes if name.removesuffix(".weight") not in found]
+            _serve(linears[name], stored.data[...].to(device), stored.scales[...].float().to(device), recipe.at(name))
+        decoded = [name for name in weights if name.removesuffix(".weight") not in found]
         note = f"{type(model).__name__} has no linear layer of their names" if decoded else None
         return model, Serving(str(recipe.input), list(found), decoded, note)
 
@@ -117,13 +117,13 @@ def _section(weight: str, inputs: str, scale: str) -> dict[str, Any]:
     }
 
 
-def _serve(layer: nn.Linear, codes: torch.Tensor, scale: torch.Tensor, recipe: LinearRecipe) -> None:
+def _serve(layer: nn.Linear, data: torch.Tensor, scale: torch.Tensor, recipe: LinearRecipe) -> None:
     if recipe.weight.granularity != "128x128":
         scale = scale.reshape(() if recipe.weight.granularity == "tensor" else (-1, 1))
-    # As a conversion does it (layers/convert.py), with codes of the file in place of a gathered weight.
+    # As a conversion does it (layers/convert.py), with weights of the file in place of unsharded ones.
     layer.own_class = type(layer)
     layer.__class__ = FP8Linear
     layer.recipe = recipe
-    setattr(layer.weight, GATHERED, QuantizedTensor(codes, scale, recipe.weight.granularity, recipe.weight.scale))
+    setattr(layer.weight, UNSHARDED, QuantizedTensor(data, scale, recipe.weight.granularity, recipe.weight.scale))
     # The decoded weight is freed, and a stray read of it is NaN.
     layer.weight.data = placeholder(layer.weight.shape, layer.weight.dtype, layer.weight.device)

@@ -18,7 +18,7 @@ from ds_fp8.config.errors import UserError, results_of
 from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import with_assumed_preset
-from ds_fp8.config.schema import Section, Seed, parse_section, shown
+from ds_fp8.config.schema import Section, Seed, clipped_repr, parse_section
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
 from ds_fp8.engine.optimizer import needs_own_optimizer
@@ -71,9 +71,9 @@ class Schedule(Section):
     def check_lengths(self, total: int) -> None:
         lengths = {name: _length(value, total) for name, value in self.parts.items()}
         if sum(lengths.values()) > total:
-            shown = " + ".join(f"{name} {length}" for name, length in lengths.items())
+            listed = " + ".join(f"{name} {length}" for name, length in lengths.items())
             raise UserError(
-                f"the schedule is longer than the run: {shown} steps > steps {total}",
+                f"the schedule is longer than the run: {listed} steps > steps {total}",
                 key="train.schedule",
                 remedy="more steps, or lengths as fractions: "
                 + " ".join(f"--set train.schedule.{name}={type(self).model_fields[name].default}" for name in lengths),
@@ -132,7 +132,7 @@ class ModelConfig(Section):
     @classmethod
     def _known_word(cls, value: Any) -> Any:
         if isinstance(value, str) and value != "offload":
-            problem = f"model.activation_checkpointing is {shown(value)}"
+            problem = f"model.activation_checkpointing is {clipped_repr(value)}"
             raise UserError(problem, key="model.activation_checkpointing", remedy='true, false or "offload"')
         return value
 
@@ -405,7 +405,9 @@ def resolve_batch(raw: dict, world: int) -> tuple[int, int, int]:
     for key, value in given.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise UserError(
-                f"{key} must be a whole number of at least 1, got {shown(value)}", key=key, remedy=f'"{key}": 8, say'
+                f"{key} must be a whole number of at least 1, got {clipped_repr(value)}",
+                key=key,
+                remedy=f'"{key}": 8, say',
             )
     total, micro, accumulation = given.values()
     if micro is None and total is None:

@@ -3,7 +3,7 @@
 FP8 weights may be of any maker: a tensor N in float8 has its scales, to multiply by, under N_scale_inv, N_scale or
 N_weight_scale: one for the tensor (or for each expert of a stack), one for each output channel, or one for each block
 of the size that config.json or hf_quant_config.json states; a block at an edge may be shorter. Everything else is
-refused by name: codes must never be read as numbers, nor with another block than they were cast with.
+refused by name: data must not be read without their scales, nor with another block size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Form = str | tuple[int, int]  # "tensor", "channel", or the rows and columns of 
 UNSTATED: tuple[Form, ...] = ("tensor", "channel")  # Forms that the shape of the scales alone tells
 MODELOPT: dict[str, Form] = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel", "FP8_PB_WO": (128, 128)}
 SCALES = ("_scale_inv", "_scale", "_weight_scale")
-CODES = ("F8_E4M3", "F8_E5M2")
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
 # Scales of activations and caches, which weights do not depend on
 OF_ACTIVATIONS = re.compile(r"(^|[._])(input|output|act|activation|[qkv]|kv|prob|[kv]_cache|kv_cache)_scale(_inv)?$")
 ANY_SCALE = re.compile(r"scale(_inv|_\d+)?$|zero_point$|_(packed|absmax|qzeros)$")
@@ -166,12 +166,12 @@ def load_stored_model(source: ModelSource, config: PretrainedConfig, options: di
     `options` are further arguments of from_pretrained.
     """
     with ExitStack() as opened:
-        return load_with_codes(source, config, options, opened)[0]
+        return load_quantized(source, config, options, opened)[0]
 
 
-def load_with_codes(
+def load_quantized(
     source: ModelSource, config: PretrainedConfig, options: dict[str, Any], opened: ExitStack
-) -> tuple[PreTrainedModel, dict[str, Codes]]:
+) -> tuple[PreTrainedModel, dict[str, StoredWeight]]:
     """Return the same with its FP8 weights as they are stored, by name, while `opened` holds their files open."""
     options = {"dtype": torch.bfloat16, "output_loading_info": True, **options}
     try:
@@ -203,7 +203,7 @@ def load_with_codes(
         ) from None
     check_complete(source.path, model, found["missing_keys"], source.key)
     check_unexpected(found["unexpected_keys"], source.key)
-    return model, {name: tensor for name, tensor in (tensors or {}).items() if isinstance(tensor, Codes)}
+    return model, {name: tensor for name, tensor in (tensors or {}).items() if isinstance(tensor, StoredWeight)}
 
 
 def weight_files(source: ModelSource) -> list[Path]:
@@ -315,15 +315,15 @@ def _block(sizes: Any) -> tuple[Form, ...] | None:
 
 
 @dataclass
-class Codes:
-    """A stored FP8 weight. `codes[...]` decodes it, so that transformers reads it as a slice of a file."""
+class StoredWeight:
+    """A stored FP8 weight; indexing dequantizes it, so that transformers reads it as a slice of a file."""
 
-    codes: Any  # Slice of a file, [..., N, K] float8
+    data: Any  # Slice of a file, [..., N, K] float8
     scales: Any
     form: Form
 
     def __getitem__(self, where: Any) -> torch.Tensor:
-        shape, scales = self.codes.get_shape(), self.scales[...].float()
+        shape, scales = self.data.get_shape(), self.scales[...].float()
         if self.form == "tensor":
             factors = scales.view(*([1] * len(shape)) if scales.numel() == 1 else (-1, 1, 1))
         elif self.form == "channel":
@@ -332,7 +332,7 @@ class Codes:
             # The last blocks may be shorter.
             rows = scales.repeat_interleave(self.form[0], -2)[..., : shape[-2], :]
             factors = rows.repeat_interleave(self.form[1], -1)[..., : shape[-1]]
-        return (self.codes[...].float() * factors).bfloat16()[where]
+        return (self.data[...].float() * factors).bfloat16()[where]
 
 
 def _fits(form: Form, shape: list[int], scales: list[int]) -> bool:
@@ -349,7 +349,7 @@ def _fits(form: Form, shape: list[int], scales: list[int]) -> bool:
 def stored_tensors(
     files: Iterable[Path], quantization: Mapping[str, Any], key: str, opened: ExitStack
 ) -> dict[str, Any] | None:
-    """Return the tensors of safetensors files as slices, `Codes` for FP8 weights; None where there are none of those.
+    """Return the tensors of safetensors files as slices, `StoredWeight` for FP8 weights; None without such files.
 
     `opened` holds the files open; `key` names the model in errors.
     """
@@ -357,7 +357,7 @@ def stored_tensors(
     for file in files:
         held = opened.enter_context(safe_open(file, framework="pt"))
         tensors |= {name: held.get_slice(name) for name in held.keys()}  # noqa: SIM118
-    weights = [name for name, tensor in tensors.items() if tensor.get_dtype().startswith(CODES)]
+    weights = [name for name, tensor in tensors.items() if tensor.get_dtype().startswith(FP8_DTYPES)]
     if not weights:
         return None
     forms, result, used = forms_of(quantization) or (), dict(tensors), set()
@@ -375,7 +375,7 @@ def stored_tensors(
             raise _refused(
                 name, shape, key, f"has scales {found.get_shape()}, where the folder states {stated or 'none'}"
             )
-        result[name] = Codes(tensors[name], found, fitting[0])
+        result[name] = StoredWeight(tensors[name], found, fitting[0])
         used.add(scales[0])
     # What activations are cast by is no part of the model; vectors of such names are weights of some models.
     used |= {n for n, own in tensors.items() if OF_ACTIVATIONS.search(n) and math.prod(own.get_shape()) == 1}

@@ -1,24 +1,23 @@
-"""Triton kernels of casts of shards (param.py, masters.py): amax, cast, and residuals of all master shards of a rank, one launch each.
+"""Triton kernels that quantize shards (param.py, masters.py): amax, data, residuals of all shards, a launch each.
 
-The weights are cut into tiles of 128 x 128 elements; a shard gives one program to each tile that it has a part of. A
-program finds its weight through `owner`, that weight's geometry in a row of `table`, and the numbers to cast at an
-address in `sources`, for these lie in as many buffers as DeepSpeed has sub-groups:
+Weights are cut into tiles of 128 x 128 elements, a program for each tile with elements of the shard. A program finds
+its weight through `owner`, the weight's geometry in a row of `table`, and its masters by an address in `sources`, since
+they are in several buffers, one per sub-group of DeepSpeed:
 
     programs int32 [launched]        the tiles of a launch
-    alone    uint8 [tiles]           whether a tile is a block of which no other rank has a part
+    alone    uint8 [tiles]           whether a tile is a block of this rank alone
     owner    int32 [tiles]           the weight that a tile belongs to
     table    int64 [weights, 9]      FIELDS, fixed for the life of the engine
     sources  int64 [weights, 2]      address of the shard's first element; 1 where it is BF16, 0 for FP32
 
-An amax travels as the bits of its float, which order like the numbers: groups wider than a tile take an atomic maximum.
+An amax is the bits of its FP32 number, which order like the numbers: groups wider than a tile take an atomic maximum.
 
-Codes lie `pitch` from one row to the next, of which `origin` is the place of the weight's first, be it on another rank.
+Data have row stride `pitch`; `origin` is the place of the weight's first element, which may be on another rank.
 
-A block of 128 x 128 that lies in one shard has its scale as soon as it has its amax: it is cast in the first launch, and
-its masters are read once. The second casts the blocks that a rank shares with others.
+Blocks of this rank alone are quantized in the first launch, which reads their masters once; the second launch quantizes
+blocks shared with other ranks.
 
-The residuals have tables of their own (RESIDUAL_FIELDS): a program takes 128 rows, and 64 outlier channels, of a weight
-that this rank has a part of.
+Residuals have separate tables (RESIDUAL_FIELDS): a program takes 128 rows and 64 outlier channels of a weight.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from ds_fp8.casts.primitives_triton import (
     to_fp8,
 )
 from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.optim.masters_triton import decode_master
+from ds_fp8.optim.masters_triton import dequantize_master
 from ds_fp8.zero.param import FP8Param, Numbers, on_device
 
 FIELDS = ("first_program", "columns", "start", "stop", "first_tile_row", "origin", "scale_start", "scales_per_row", "pitch")
-ALIGNMENT = 16  # elements, and bytes of an address, that everything must be a multiple of for accesses of 16 bytes
+ALIGNMENT = 16  # in elements, and of addresses in bytes, for accesses of 16 bytes
 
 # Addresses, in bytes, of data and residuals those of the weight's first row; the shard's part of the weight; lengths;
 # places in the buffer of scales; whether residuals are outlier blocks; the first 128 rows, and their program.
@@ -56,7 +55,7 @@ RESIDUAL_FIELDS = (
     "source", "kind", "data", "channels", "residual", "start", "stop", "columns", "count", "scale_start",
     "scales_per_row", "pitch", "residual_pitch", "has_room", "first_block", "first_program",
 )  # fmt: skip
-# Of what residuals are found from; int16: corrections of the data.
+# Dtypes of masters; int16: corrections of the data.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int16: 2}
 
 
@@ -98,10 +97,10 @@ def _load(source, place, inside, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _quantized(x, scale, DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr):
-    """Return the bytes of cast(x / scale), given a scale a row [128]."""
-    if POW2 == 1:  # the reciprocal, exactly: its exponent is the scale's, mirrored
+    """Quantize x with a scale per row [128], as bytes."""
+    if POW2 == 1:  # exact reciprocal by mirroring the exponent
         reciprocal = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        # A scale of NaN has an exponent of ones, whose mirror image is a finite number: NaN must stay loud.
+        # A NaN scale, whose exponent would mirror to a finite number, stays NaN.
         reciprocal = tl.where(scale == scale, reciprocal, float("nan"))
     else:
         reciprocal = reciprocal_of(scale)
@@ -113,10 +112,10 @@ def _amax(
     owner, table, sources, programs, first_weight, amax, alone, data, MODE: tl.constexpr, ALIGNED: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    #     index[r, c] = r * columns + c                     place in the whole weight, flat
-    #     inside      = start <= index < stop               what of the tile this rank has
-    #     amax[block] = max |x[index - start]| of those     0 where another rank has them: the all-reduce MAX adds theirs
-    #     data[place] = cast(x / scale(amax))               of blocks without elements of other ranks
+    #     index[r, c] = r * columns + c                     flat index in the weight
+    #     inside      = start <= index < stop               elements of this rank
+    #     amax[block] = max |x[index - start]| of those     0 for elements of other ranks, until the all-reduce MAX
+    #     data[place] = round(x / scale(amax))              blocks of this rank alone
     weight, columns, start, stop, row, column, origin, pitch, scale_start, scales_per_row = _geometry(
         owner, table, programs, ALIGNED
     )
@@ -126,13 +125,13 @@ def _amax(
     x = _load(sources + 2 * (weight - first_weight), index - start, inside, ALIGNED)
     bits = tl.minimum(amax_bits(x, 1), 0x7F800000)  # Inf for NaN: an all-reduce MAX must carry it
     if MODE == ROW:
-        # A row reaches over several tiles, and over the edge of a shard.
+        # A row spans several tiles, and maybe several shards.
         tl.atomic_max(amax + scale_start + row, bits, mask=(row * columns < stop) & ((row + 1) * columns > start), sem="relaxed")
     elif MODE == TENSOR:
         tl.atomic_max(amax + scale_start, tl.max(bits, 0), sem="relaxed")
     else:
         block = tl.min(row, 0) // 128 * scales_per_row + tl.min(column, 0) // 128
-        # A block of 128 x 128 is this program's alone on this rank: a plain store into a buffer of zeros.
+        # No other program of this rank has the block: a plain store.
         bits = tl.max(bits, 0)
         tl.store(amax + scale_start + block, bits)
         if tl.load(alone + tl.load(programs + tl.program_id(0))) != 0:
@@ -146,9 +145,9 @@ def _cast(
     owner, table, sources, programs, first_weight, scales, data, MODE: tl.constexpr, ALIGNED: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    #     scale = scales[block]                             of the whole weight: agreed between ranks before this launch
-    #     data[place] = cast(x / scale)                     one byte an element, in the order of the shard
-    # The bits are those of a cast of the whole weight by one rank, for the scales are, and an element needs no other.
+    #     scale = scales[block]                             from the all-reduced amax
+    #     data[place] = round(x / scale)
+    # Bitwise equal to quantizing the unsharded weight on one rank.
     weight, columns, start, stop, row, column, origin, pitch, scale_start, scales_per_row = _geometry(
         owner, table, programs, ALIGNED
     )
@@ -168,7 +167,7 @@ def _cast(
 
 
 class TritonShardCast:
-    """ReferenceShardCast (param.py) in one launch a half; shards that are offloaded are copied and cast one by one."""
+    """ReferenceShardCast (param.py), a launch each for amax and data; offloaded shards are copied one by one."""
 
     def __init__(self, weights: Sequence[FP8Param], shards: torch.Tensor, spec: CastSpec):
         # A rank may hold nothing but padding of a small weight.
@@ -219,7 +218,7 @@ class TritonShardCast:
         for position, one in enumerate(numbers):
             if not programs.of(position, 1).numel():
                 continue
-            # Only for the moment of its cast is an offloaded shard on the device.
+            # An offloaded shard is on the device only while it is quantized.
             here = one if _is_readable(one, device) else on_device(one, device)
             self._run(kernel, programs, position, [here], buffers)
 
@@ -290,16 +289,16 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
     has_room, block = tl.load(fields + 13), tl.load(fields + 14) + program - tl.load(fields + 15)
     scale = scales + tl.load(fields + 9) + block * tl.load(fields + 10)
 
-    #     x    = master[n, channel];  code = FP8 shard[n, channel]       of outlier channels only
-    #     lost = x - code * scale[block of n, channel / 128]
-    #     residual[n, place] = cast(lost / largest scale of the row of blocks)
-    # and where that is an outlier block, beside it the code's number in the same units, and the block's scale.
+    #     x    = master[n, channel];  q = FP8 shard[n, channel]          of outlier channels only
+    #     lost = x - q * scale[block of n, channel / 128]
+    #     residual[n, place] = round(lost / largest scale of the row of blocks)
+    # and in outlier blocks also the dequantized weight in the same units, and the scale of the block.
     n = block * 128 + tl.arange(0, 128)
     place = tl.program_id(1) * 64 + tl.arange(0, 64)
     channel = tl.load(channels + place, mask=place < count, other=0).to(tl.int64)
     index = n[:, None] * columns + channel[None, :]
     inside = (index >= start) & (index < stop) & (place < count)[None, :]
-    code = tl.load(data + n[:, None] * tl.load(fields + 11) + channel[None, :], mask=inside, other=0)
+    quantized = tl.load(data + n[:, None] * tl.load(fields + 11) + channel[None, :], mask=inside, other=0)
     index -= start
     of_channel = tl.load(scale + channel // 128)
     kind = tl.load(fields + 1)
@@ -307,13 +306,13 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
         x = tl.load(tl.load(fields).to(tl.pointer_type(tl.bfloat16)) + index, mask=inside, other=0.0).to(tl.float32)
     elif kind == 2:
         correction = tl.load(tl.load(fields).to(tl.pointer_type(tl.int16)) + index, mask=inside, other=0)
-        x = decode_master(code, correction, of_channel[None, :])
+        x = dequantize_master(quantized, correction, of_channel[None, :])
     else:
         x = tl.load(tl.load(fields).to(tl.pointer_type(tl.float32)) + index, mask=inside, other=0.0)
     group = tl.arange(0, GROUPS)
     # One scale for a row of blocks, known everywhere: the largest of that row's bounds all of its rounding errors.
     of_row = tl.max(tl.load(scale + group, mask=group < (columns + 127) // 128, other=0.0), 0)
-    number, reciprocal = code.to(DTYPE, bitcast=True).to(tl.float32) * of_channel[None, :], reciprocal_of(of_row)
+    number, reciprocal = quantized.to(DTYPE, bitcast=True).to(tl.float32) * of_channel[None, :], reciprocal_of(of_row)
     lost = to_fp8(x - number, reciprocal, DTYPE).to(tl.uint8, bitcast=True)
     to = residual + n[:, None] * tl.load(fields + 12) + (place + has_room * tl.program_id(1) * 64)[None, :]
     tl.store(to, lost, mask=inside)
@@ -336,7 +335,7 @@ class TritonResidualCast:
         scales: torch.Tensor,
         source: Numbers,
     ) -> None:
-        rows, programs, kept = [], 0, []
+        rows, programs, held = [], 0, []
         for weight, residual in weights:
             shard = weight.shard
             if not shard.valid:
@@ -345,7 +344,7 @@ class TritonResidualCast:
             numbers = weight.correction if coded else source(weight)
             if not coded and (numbers.device != scales.device or numbers.dtype not in (torch.float32, torch.bfloat16)):
                 numbers = on_device(numbers, scales.device)
-            kept.append(numbers)  # a copy must outlive the launch below
+            held.append(numbers)  # a copy must outlive the launch below
             columns, stop, count = shard.shape[1], shard.start + shard.valid, len(weight.outliers.channels)
             first, programs_of = tiles_of(weight)[:2]
             residual_start, residual_pitch = residual.data_ptr(), count

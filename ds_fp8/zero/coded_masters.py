@@ -1,15 +1,15 @@
-"""Masters that are quantized data, or BF16, and corrections: the step that writes both, and DeepSpeed's view in FP32.
+"""Masters stored as quantized data, or BF16, and corrections: their step, and DeepSpeed's view of them in FP32.
 
-A step is one pass over a weight, block by block: decode, update, amax, scale, encode (optim/masters.py). Blocks that
-lie on two ranks need an amax that both have a part in. They are updated twice, first for the amax alone:
+A step is one pass over a weight, block by block: dequantize, update, amax, scale, quantize (optim/masters.py). Blocks
+that two ranks share need a common amax and are updated twice, first for the amax alone:
 
-    update     every sub-group: blocks of this rank alone, and the amax of the others
-    finish     one all-reduce MAX of the amax of all sub-groups; then the others
+    update     every sub-group: blocks of this rank alone, and the amax of shared blocks
+    finish     one all-reduce MAX of the amax of all sub-groups; then the shared blocks
 
-Those in BF16 need neither: AdamW's kernel reads and writes them in place of FP32 masters (SplitMasters).
+BF16 needs neither: AdamW's kernel reads and writes SplitMasters in place of FP32 masters.
 
-All of it on the stream of the step, before the host knows whether the step counts: where `skip` is not zero nothing is
-changed. Loads and users write FP32 numbers, which are encoded by the next requantize.
+Everything runs on the stream of the step, before the host knows whether it is skipped: no change where `skip` is not
+zero. Loads and users write FP32 masters, which the next requantize quantizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim.adamw import AdamStep, step_on
-from ds_fp8.optim.masters import SplitMasters, kept_amax
+from ds_fp8.optim.masters import SplitMasters, stored_amax
 from ds_fp8.optim.moments import Moment
 from ds_fp8.zero import streams
 from ds_fp8.zero.collectives import WireMeter
@@ -33,13 +33,13 @@ from ds_fp8.zero.deepspeed.parameters import bf16_shard, shard_of
 from ds_fp8.zero.masters import Masters
 from ds_fp8.zero.param import FP8Param, ReferenceShardCast, Stack
 
-# Parameters of a sub-group, each with the first of its elements there: FP8Params, or one SplitParameter.
+# Parameters of a sub-group with their offsets in it: FP8Params, or one SplitParameter
 Members = list[tuple[Any, int]]
-Finish = Callable[[torch.Tensor, torch.Tensor | None], None]  # takes the new scales of all weights, and `skip`
+Finish = Callable[[torch.Tensor, torch.Tensor | None], None]  # (new scales of all weights, skip)
 
 
 class ReferenceStep:
-    """The step of one sub-group in torch, on any device; the oracle of the kernel. It has all of the FP32 masters."""
+    """The step of one sub-group in torch, on any device; the reference of the kernel. Holds all its FP32 masters."""
 
     def __init__(self, members: Members):
         self._members = members
@@ -54,7 +54,7 @@ class ReferenceStep:
         step: AdamStep,
         **options: Any,
     ) -> Finish:
-        """Update moments, and raise the amax of all weights; return what writes data and corrections."""
+        """Update moments and `amax`; return the function that writes data and corrections."""
         flat = torch.zeros(gradient.numel(), device=gradient.device)
         masters = {weight: flat[start : start + weight.shard.numel] for weight, start in self._members}
         for weight, master in masters.items():
@@ -82,25 +82,25 @@ class SplitParameter:
         self._staged: torch.Tensor | None = None
 
     @property
-    def kept(self) -> SplitMasters:
+    def split(self) -> SplitMasters:
         return SplitMasters(bf16_shard(self.parameter), self._correction, self._ties)
 
     def master(self) -> torch.Tensor:
-        return self.kept.decode() if self.master_override is None else self.master_override
+        return self.split.read_all() if self.master_override is None else self.master_override
 
     def load(self, masters: torch.Tensor) -> None:
-        self.kept.encode(masters)
+        self.split.write_all(masters)
         self.master_override = self._staged = None
 
     def bf16_written(self, before: torch.Tensor) -> None:
         """Note that a user has written to the BF16 shard, which was `before`."""
         if self.master_override is None:
-            self.master_override = self.kept._replace(bf16=before).decode()
+            self.master_override = self.split._replace(bf16=before).read_all()
 
     def step(self, gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
         """Take AdamW's step; where masters are overridden on a staged copy, committed unless the step is skipped."""
         self._staged = None if self.master_override is None else self.master_override.to(gradient.device, copy=True)
-        masters = self.kept if self._staged is None else self._staged
+        masters = self.split if self._staged is None else self._staged
         step_on(gradient.device, (exp_avg, exp_avg_sq))(masters, gradient, exp_avg, exp_avg_sq, step, **options)
 
     def taken(self) -> None:
@@ -109,7 +109,7 @@ class SplitParameter:
 
 
 class CodedMasters(Masters):
-    """Weights whose masters are data and corrections; with them parameters whose masters are BF16 and corrections."""
+    """Weights with masters of data and corrections, and parameters with masters of BF16 and corrections."""
 
     steps = True
 
@@ -129,7 +129,7 @@ class CodedMasters(Masters):
         corrections = torch.zeros(sum(numels), dtype=torch.int16, device=self.device)
         for weight, correction in zip(self.weights, corrections.split(numels), strict=True):
             weight.correction = correction
-            weight.master_override = bf16_shard(weight.parameter)  # which DeepSpeed's masters would be copies of
+            weight.master_override = bf16_shard(weight.parameter)  # initial masters, as DeepSpeed's
         self._kernels: dict[int, Any] = {}  # by sub-group, on a GPU
         if self.device.type == "cuda":
             from ds_fp8.zero.masters_triton import TileStep
@@ -139,30 +139,30 @@ class CodedMasters(Masters):
         self._residuals_due = False  # residuals are older than the data
         self._amax = torch.empty(0)
         self._unfinished: list[Finish] = []
-        self._finished = False  # a step was launched whole that is not noted as taken
-        # `skip` of a step of which a part was launched: data and corrections are neither old nor new if it is zero.
+        self._finished = False  # whether a step is completely launched, but not yet noted as taken
+        # `skip` (found_inf) of a partially launched step: if zero, the masters are invalid.
         self._skip_of_part: torch.Tensor | None = None
 
     @property
     def stepped_in_torch(self) -> int:
-        """Return the number of weights that no kernel steps, on a GPU: each takes tens of launches a step."""
+        """Number of weights on a GPU that torch steps, by tens of launches each."""
         return sum(len(self._members[index]) for index, kernel in self._kernels.items() if not kernel.in_tiles)
 
     # ---------------------------------------------------------------- requantize what loads and users wrote
 
     @property
     def stale(self) -> bool:
-        """Return whether requantize is due, or residuals of what a step wrote."""
+        """Whether requantize, or residuals after a step, are due."""
         return self._residuals_due or super().stale
 
     def requantize(self) -> None:
-        """Quantize what is stale, one by one, in torch: it is rare, and of FP32 numbers there is no room for many."""
+        """Quantize stale weights one by one in torch: rare, and bounds the memory of FP32 masters."""
         stale = [weight for weight in self.weights if weight.stale]
         if stale:
             amax = torch.zeros(self.num_scales, device=self.device)
             for weight in stale:
                 ReferenceShardCast([weight], weight.spec).write_amax(amax, FP8Param.numbers)
-            agreed, scales = self._agree(amax, kept_amax), self._scales.clone()
+            agreed, scales = self._agree(amax, stored_amax), self._scales.clone()
             for weight in stale:
                 weight.scales_in(scales).copy_(weight.scales_in(agreed))
             for weight in stale:
@@ -170,7 +170,7 @@ class CodedMasters(Masters):
                     ReferenceShardCast([weight], weight.spec).cast(scales, FP8Param.numbers)
                 elif weight.shard.valid:
                     if weight.master_override is not None and weight.master_override.device == self.device:
-                        # Freed below, maybe before this stream has read it.
+                        # Freed below, possibly before this stream has read it.
                         streams.used_by_current_stream(weight.master_override)
                     weight.write_master(weight.master().to(self.device, torch.float32), scales)
             self._use(scales)
@@ -183,13 +183,13 @@ class CodedMasters(Masters):
     # ---------------------------------------------------------------- a step
 
     def begin(self) -> None:
-        """Begin a step, behind the last reads of data and scales."""
+        """Begin a step, after the last reads of data and scales."""
         self._finished = False
         self._amax = torch.zeros(self.num_scales, device=self.device)
         self._unfinished = []
 
     def update(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
-        """Return what takes AdamW's step of a sub-group; None for one with FP32 masters."""
+        """Return the step of a sub-group; None for one with FP32 masters."""
         if sub_group not in self._members:
             return None
         members = self._members[sub_group]
@@ -208,16 +208,16 @@ class CodedMasters(Masters):
         return update
 
     def finish(self, skip: torch.Tensor) -> None:
-        """Write what needs the amax of other ranks. Collective; the host waits for nothing."""
-        scales = self._agree(self._amax, kept_amax)
+        """Write shared blocks, which need the amax of other ranks. Collective; no host sync."""
+        scales = self._agree(self._amax, stored_amax)
         while self._unfinished:
             self._unfinished.pop(0)(scales, skip)
-        # At once, and not when the host knows whether the step counts: no scales of other data, should it end midway.
+        # Now, not when the host knows `skip`: data and scales stay consistent if the step is interrupted.
         self._use(torch.where(skip != 0, self._scales, scales))
         self._skip_of_part, self._finished = None, True
 
     def taken(self) -> None:
-        """Note that the step counts: the data are those of new masters, over what a user wrote."""
+        """Commit the step: data are of the new masters, which override users' writes."""
         for one in self.split.values():
             one.taken()
         for weight in self.weights:
@@ -226,15 +226,15 @@ class CodedMasters(Masters):
         self._residuals_due, self._finished = True, False
 
     def step_ended_midway(self) -> None:
-        """Note a step that counts as taken if all of it was launched; else its masters are refused from now on."""
+        """Commit an interrupted step if it was launched completely; else `check` refuses the masters."""
         if self._finished:
             self.taken()
 
     def check(self) -> None:
-        """Raise UserError where data and corrections are those of half a step."""
+        """Raise UserError if masters are partially updated."""
         if self._skip_of_part is not None and not self._skip_of_part.item():
             raise UserError(
-                "an optimizer step ended midway, and masters that are codes and corrections are neither old nor new",
+                "an optimizer step was interrupted: masters of quantized weights and corrections are partially updated",
                 remedy="load a checkpoint (load_module_only does not load masters), or end the program",
             )
 
@@ -260,7 +260,7 @@ class CodedMasters(Masters):
         try:
             with self._flat.on_host(self._master, parameter) as there:
                 yield
-            if parameter is None:  # a load has all of them
+            if parameter is None:  # a load writes all
                 self._skip_of_part = None
         finally:
             for one, masters in there.items():

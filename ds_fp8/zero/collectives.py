@@ -169,7 +169,7 @@ class PeerMemory:
         # One stream for all copies of this rank: they share the copy engines anyway, and one event behind the last is
         # enough for `write` to know that all have read.
         with streams.on_stream(self._stream):
-            # The shards of this rank were cast, and the outputs allocated, in the order of that stream.
+            # This rank's shards were quantized, and the outputs allocated, on that stream.
             streams.wait_stream(before)
             for output, shard in zip(outputs, inputs, strict=True):
                 start, numel = shard.storage_offset(), shard.numel()
@@ -189,7 +189,7 @@ class PeerMemory:
         self.barrier()
 
     def written(self) -> None:
-        # Every rank's cast lies before it on this stream: behind the barrier the bytes of all ranks are there.
+        # Every rank has quantized before it on this stream: behind the barrier the bytes of all ranks are there.
         self.barrier()
 
     def barrier(self) -> None:
@@ -220,7 +220,7 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
     # CUDA answers for GPUs that this process sees only; whether the memory of others can be mapped, mapping it tells.
     others = [index for index, uuid in enumerate(visible) if index != device.index and uuid in gpus]
     readable = all(torch.cuda.can_device_access_peer(device.index, index) for index in others)
-    problem = reason_of_any(None if readable else "the GPUs cannot read each other's memory", group)
+    problem = first_reason(None if readable else "the GPUs cannot read each other's memory", group)
     if problem is not None:
         return problem
     memory, alike = None, len({place.index for place in places}) < len(places)
@@ -229,13 +229,13 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
             memory = PeerMemory(numel, device, group)
     except RuntimeError as error:
         problem = first_line(error)
-    problem = reason_of_any(problem, group)
+    problem = first_reason(problem, group)
     if problem is None:
-        problem = reason_of_any(memory.why_wrong(), group)
+        problem = first_reason(memory.why_wrong(), group)
     return memory if problem is None else problem
 
 
-def reason_of_any(reason: str | None, group: object = None) -> str | None:
+def first_reason(reason: str | None, group: object = None) -> str | None:
     """Return the reason of the first rank that has one, on all ranks of a group. Collective."""
     reasons: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)

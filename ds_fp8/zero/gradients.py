@@ -9,8 +9,8 @@ rows; one flat exchange has as many rows as ranks and one place, the first of tw
     squares[s]   = sum of gradient[i]² over the SPAN elements i of span s, after that
 
 One pass: each message byte is read once, each accumulated element written once. The sums of squares make up the
-gradient norm without another read. They are FP64 and each is written whole by one program, so a run repeats bit for bit
-and a norm does not overflow before its gradient does. Inf or NaN anywhere makes the norm Inf or NaN.
+gradient norm without another read. They are FP64 and each is written by one program, so that runs are bitwise
+reproducible and a norm does not overflow before its gradient does. Inf or NaN anywhere makes the norm Inf or NaN.
 
 Each function has a kernel in reduce_triton.py; formats with a codec have the reference only.
 """
@@ -24,7 +24,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch.nn.functional import pad
 
-from ds_fp8.casts.primitives import decode
+from ds_fp8.casts.primitives import dequantize_unscaled
 from ds_fp8.config.formats import BLOCK, FORMATS
 
 LIMIT = 1024  # items of a cache: buckets are far fewer where all steps have the same, and endless where they vary
@@ -69,7 +69,7 @@ class Slices:
 
     @property
     def padded(self) -> int:
-        """Return the elements that a slice takes: whole groups."""
+        """Elements of a slice, padded to full groups."""
         return -(-self.length // BLOCK) * BLOCK
 
 
@@ -126,10 +126,10 @@ def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int = 
 
 
 def sum_rows_reference(message: torch.Tensor, shape: Message, format: str, divisor: int = 1) -> torch.Tensor:
-    """Do sum_rows in torch, on any device; the oracle of the kernel."""
+    """sum_rows in torch, on any device; the reference of the kernel."""
     total = torch.zeros(shape.row_numel // BLOCK, BLOCK, device=message.device)
     for row, scale in zip(*shape.parts(message), strict=True):
-        numbers = decode(row.contiguous().view(FORMATS[format].dtype), format=format)
+        numbers = dequantize_unscaled(row.contiguous().view(FORMATS[format].dtype), format=format)
         total += numbers.view(-1, BLOCK) * scale.reshape(-1, 1)
     return (total / divisor).flatten()
 
@@ -144,7 +144,7 @@ def add_rows_reference(
     squares: torch.Tensor,
     accumulate: bool,
 ) -> None:
-    """Sum the rows of a received message into the gradient shards, in torch; the oracle of the kernel.
+    """Sum the rows of a received message into the gradient shards, in torch; the reference of the kernel.
 
     `targets`, of which none overlap, are added to the flat shards of all gradients, FP32 or BF16, or replace what they
     hold; `squares`, FP64 [spans], are sums over what `gradient` then holds.
@@ -177,7 +177,7 @@ class GradientShards:
         spans = 0
         for name, (_, numel) in places.items():
             self._spans[name] = slice(spans, spans := spans + span_count(numel))
-        # Written whole by each pass, never added to: a sum per span of 4096 elements, final after the last micro-batch.
+        # Overwritten by each pass, never added to: a sum per span of 4096 elements, final after the last micro-batch.
         self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
         # Names, in the order of their arrival, for the last bit of the sum depends on it.
         self._unsummed: dict[str, None] = {}

@@ -339,7 +339,7 @@ class FP8ParamGroup:
         for weight in self._of(parameters):
             if weight.correction is not None:
                 self.check_masters()
-                self.wait_for_requantize()  # it may still write what masters are decoded from
+                self.wait_for_requantize()  # it may still write the data of masters
             weight.unshard_bf16()
 
     def copy_from_shards(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -464,7 +464,7 @@ class FP8ParamGroup:
         masters = {p: master_shard(p) for p in kept if has_fp32_master(p)}
 
         def write() -> None:
-            # Masters that are data are decoded by the scales of the step, which it has now.
+            # Masters of data are dequantized with the scales of the step.
             self._flat_bf16.round(masters | {weight.parameter: weight.master() for weight in coded})
             for weight in self:
                 weight.free_bf16()  # what a user wrote there held until now

@@ -62,8 +62,8 @@ class LeafCalls:
     Several calls of one module may precede a backward: of two forwards, or of a model that repeats a layer. Autograd
     then has the module's gradients after the last backward of them, but DeepSpeed's hook reduces at each.
 
-    A gradient may enter a layer beside its output: by the keys and values that a cache of an earlier forward holds.
-    Neither DeepSpeed's hook nor torch's runs then: the attention asks for its weights (layers/linear/weights.py,
+    A gradient may enter a layer other than by its output: by the keys and values that a cache of an earlier forward
+    holds. Neither DeepSpeed's hook nor torch's runs then: the attention asks for its weights (layers/linear/weights.py,
     `BEFORE_BACKWARD`), and what it leaves is reduced when the gradient reaches the layer's input.
     """
 
@@ -157,7 +157,7 @@ class LeafCalls:
         self._absent = {id(parameter) for parameter in module.parameters() if parameter.grad is None}
 
     def _leave(self, module: nn.Module, call: _Call) -> None:
-        """End a call that a gradient entered beside its output: torch runs no backward hook of the module then."""
+        """End a call that a gradient entered other than by its output: torch runs no backward hook of the module."""
         if call.arrived:
             return
         call.ended = True

@@ -1,15 +1,15 @@
-"""AdamW's step of masters as data and corrections (coded_masters.py) in one pass: a program takes block after block of 128 x 128.
+"""AdamW's step of masters of data and corrections (coded_masters.py) in one pass over blocks of 128 x 128.
 
-It updates PART rows after another, stores their moments, and stages their new masters; then it has the amax of the
-block, and from that the scale, data and corrections. Masters are staged in a few MB that all blocks share, small enough
-for the L2 cache: a block of them in registers would leave room for one program a multiprocessor.
+A program updates PART rows at a time, stores their moments and stages their new masters; then the amax of the block
+gives scale, data and corrections. Masters are staged in a few MB that fit the L2 cache: a block in registers would
+allow one program per SM.
 
-    UPDATE     blocks that no other rank has a part of: everything
-    MEASURE    of the others only the amax; nothing else is written
-    FINISH     the others again, with the scale that all ranks have agreed on
+    UPDATE     blocks of this rank alone: everything
+    MEASURE    shared blocks: the amax only
+    FINISH     shared blocks again, with the scale from the all-reduced amax
 
-Moments have groups of 128 elements of the flat sub-group, or no scales. A row of a block is a group: rows and shards are
-multiples of 128 (`takes`).
+Moments have groups of 128 elements of the flat sub-group, or no scales. A row of a block is a group: rows and shards
+are multiples of 128 (`takes`).
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from ds_fp8.optim.adamw_step_triton import (
     state_arguments,
     store,
 )
-from ds_fp8.optim.masters_triton import decode_master, encode_master, kept_scale
+from ds_fp8.optim.masters_triton import dequantize_master, quantize_master, stored_scale
 from ds_fp8.optim.moments import Moment
-from ds_fp8.optim.moments_triton import decode_tile, encode_store
+from ds_fp8.optim.moments_triton import dequantize_tile, quantize_store
 from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.param import FP8Param
 
 UPDATE, MEASURE, FINISH = (tl.constexpr(i) for i in range(3))
-# For what is read or written once: staged masters stay in the cache before it.
+# For data that are used once, so that staged masters stay in the cache
 ONCE = tl.constexpr("evict_first")
-# Rows that a program updates at once, its warps, and programs a multiprocessor: 8 elements and 80 registers a thread.
+# Rows that a program updates at a time, its warps, programs per SM: 8 elements and 80 registers per thread
 PART, WARPS, PROGRAMS = 16, 8, 3
 
 
 @triton.jit
 def _put_masters(data, corrections, w, scale, reciprocal, valid, POW2: tl.constexpr, EVEN: tl.constexpr):
-    code, correction = encode_master(w, scale, reciprocal, POW2)
-    store(data, code, valid, EVEN, ONCE)
+    quantized, correction = quantize_master(w, scale, reciprocal, POW2)
+    store(data, quantized, valid, EVEN, ONCE)
     store(corrections, correction, valid, EVEN, ONCE)
 
 
@@ -128,10 +128,10 @@ def _step(
             g = load(grad + flat + place, valid, EVEN, ONCE).to(tl.float32)
             if factor is not None:
                 g = g * tl.load(factor)
-            m = decode_tile(load(exp_avg + flat + place, valid, EVEN, ONCE), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
-            v = decode_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
+            m = dequantize_tile(load(exp_avg + flat + place, valid, EVEN, ONCE), exp_avg_scale, exp_avg_exponent, groups, inside, KIND1, DTYPE1, MAX1, LOG2_MAX1, STEPS, True, False, FAST)
+            v = dequantize_tile(load(exp_avg_sq + flat + place, valid, EVEN, ONCE), exp_avg_sq_scale, exp_avg_sq_exponent, groups, inside, KIND2, DTYPE2, MAX2, LOG2_MAX2, STEPS, False, False, FAST)
             m, v = new_moments(g, m, v, beta1, beta2)
-            w = decode_master(load(its_data + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
+            w = dequantize_master(load(its_data + place, valid, EVEN, ONCE), load(its_corrections + place, valid, EVEN, ONCE), old_scale)
             if overrides is not None:
                 address = tl.load(overrides + weight)
                 of_user = tl.load(address.to(tl.pointer_type(tl.float32)) + (place - start), mask=valid & (address != 0), other=0.0)
@@ -150,12 +150,12 @@ def _step(
                 noise2 = w
                 if NOISE1 or NOISE2:
                     noise1, noise2 = _noise(flat + of_row, across_block, seed)
-                encode_store(
+                quantize_store(
                     m, exp_avg + flat, exp_avg_scale, exp_avg_exponent, place, groups, inside, valid, noise1, amax,
                     KIND1, DTYPE1, MAX1, LOG2_MAX1, MASK, SMALLEST, SMALLEST1, MANTISSA1, MIN_EXPONENT1, LOG2_RANGE, STEPS, LARGEST_STEPS,
                     True, NOISE1, False, EVEN, FAST,
                 )
-                encode_store(
+                quantize_store(
                     v, exp_avg_sq + flat, exp_avg_sq_scale, exp_avg_sq_exponent, place, groups, inside, valid, noise2, amax,
                     KIND2, DTYPE2, MAX2, LOG2_MAX2, MASK, SMALLEST, SMALLEST2, MANTISSA2, MIN_EXPONENT2, LOG2_RANGE, STEPS, LARGEST_STEPS,
                     False, NOISE2, False, EVEN, FAST,
@@ -165,7 +165,7 @@ def _step(
             largest = tl.minimum(tl.max(bits, 0), 0x7F800000)
             tl.store(amax + block, largest)
         if WHAT == UPDATE:
-            scale, reciprocal = kept_scale(largest, LARGEST, SMALLEST, POW2)
+            scale, reciprocal = stored_scale(largest, LARGEST, SMALLEST, POW2)
             _put_staged(staged, its_data, its_corrections, start, stop, columns, scale, reciprocal, POW2, PART, EVEN)
 
 
@@ -173,11 +173,11 @@ class TileStep:
     """The step of one sub-group: one launch, and two more for blocks on several ranks."""
 
     def __init__(self, members: Sequence[tuple[FP8Param, int]]):
-        # True if all rows and shards are multiples of 128, and all weights are cast alike.
+        # Whether all rows and shards are multiples of 128, and all weights have one cast
         self.in_tiles = len({str(weight.spec) for weight, _ in members}) == 1 and all(
             number % BLOCK == 0 for w, start in members for number in (w.shard.shape[1], w.shard.numel, start)
         )
-        # Whether all blocks of one rank alone are whole.
+        # Whether all blocks of this rank alone are full
         self._even = all(weight.shard.shape[0] % BLOCK == 0 for weight, _ in members)
         self._members = members = [(weight, start) for weight, start in members if weight.shard.valid]
         tiles = [tiles_of(weight) for weight, _ in members]
@@ -252,8 +252,8 @@ class TileStep:
         launch(UPDATE, self._programs[UPDATE], scales)
         launch(MEASURE, self._programs[FINISH], scales)
 
-        def finish(agreed: torch.Tensor, skip: object, kept: list[torch.Tensor | None] = overrides) -> None:
-            """Launch the rest; masters in `kept`, which are read by their addresses, live until here."""
+        def finish(agreed: torch.Tensor, skip: object, held: list[torch.Tensor | None] = overrides) -> None:
+            """Launch FINISH; `held` keeps masters alive that kernels read by address."""
             launch(FINISH, self._programs[FINISH], agreed)
 
         return finish

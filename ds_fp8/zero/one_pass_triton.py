@@ -1,13 +1,12 @@
-"""AdamW's step of FP32 masters and moments, and the cast of what it wrote, in one pass: 29 bytes an element, not 33 (FP32 gradients).
+"""AdamW's step of FP32 masters and moments fused with quantization: 29 bytes per element, not 33 (FP32 gradients).
 
-A program has a block of 128 x 128 of a weight. It updates PART rows after another and keeps their new masters in its
-registers; then it has the amax of the block, and from that scale and data. Of blocks that lie on two ranks it finds the
-amax of its part, and the cast that follows writes their data (masters.py). What lies between weights in a sub-group
-(vectors, embeddings) is updated in the same launch, as blocks of rows of 128 elements that nobody casts.
+A program takes a block of 128 x 128 of a weight. It updates PART rows at a time with their new masters in registers;
+then the amax of the block gives scale and data. For blocks shared with another rank it writes the amax, and requantize
+the data (masters.py). Other parameters of a sub-group (vectors, embeddings) are updated in the same launch, as rows of
+128 elements without data.
 
-The bits are those of adamw_step (optim/adamw_step_triton.py) and of the casts of cast_triton.py, one after the other.
-Compressed moments have no kernel here: decoding and encoding them takes the registers that hold the masters, and two
-passes are faster.
+Bitwise equal to adamw_step (optim/adamw_step_triton.py) followed by cast_triton.py. Not for compressed moments:
+quantizing them takes the registers that hold the masters, and two passes are faster.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ds_fp8.zero.cast_triton import alone_in, tiles_of
 from ds_fp8.zero.param import FP8Param
 
 ONCE = tl.constexpr("evict_first")
-# Rows that a program updates at once, and its warps: 118 registers a thread, and one program a multiprocessor.
+# Rows that a program updates at a time, its warps: 118 registers per thread, one program per SM
 PART, WARPS = 32, 16
 
 
@@ -53,7 +52,7 @@ def _step_and_cast(
     flat = tl.multiple_of(tl.load(fields + 7) - start, 4)
     rows, across_block = tl.arange(0, PART), tl.arange(0, 128)
     bits = tl.zeros([PART], tl.int32)
-    kept = ()
+    updated = ()
     for part in tl.static_range(128 // PART):
         of_block = tl.multiple_of((part * PART + rows) * columns, [128])[:, None] + across_block[None, :]
         valid = (of_block >= start) & (of_block < stop)
@@ -72,7 +71,7 @@ def _step_and_cast(
         store(exp_avg + place, m, valid, EVEN, ONCE)
         store(exp_avg_sq + place, v, valid, EVEN, ONCE)
         bits = tl.maximum(bits, amax_bits(w, 1))
-        kept += (w,)
+        updated += (w,)
     scales_per_row = tl.load(fields + 6)
     if scales_per_row > 0:
         largest = tl.minimum(tl.max(bits, 0), 0x7F800000)  # Inf for NaN: an all-reduce MAX must carry it
@@ -85,12 +84,12 @@ def _step_and_cast(
                 of_block = ((part * PART + rows) * columns)[:, None] + across_block[None, :]
                 valid = (of_block >= start) & (of_block < stop)
                 place = tl.multiple_of((part * PART + rows) * pitch, [16])[:, None] + across_block[None, :]
-                code = to_fp8(kept[part], reciprocal, DTYPE).to(tl.uint8, bitcast=True)
-                store(to + place, code, valid, EVEN, ONCE)
+                quantized = to_fp8(updated[part], reciprocal, DTYPE).to(tl.uint8, bitcast=True)
+                store(to + place, quantized, valid, EVEN, ONCE)
 
 
 class StepAndCast:
-    """The step of one sub-group, and the casts of its weights: one launch, and one more for blocks that are not whole."""
+    """Fused step and quantization of one sub-group: one launch, and another for ragged blocks."""
 
     def __init__(self, members: Sequence[tuple[FP8Param, int]], numel: int, data: torch.Tensor):
         """Prepare the step of a sub-group of `numel` elements; `can_take` must have returned True for it.
@@ -155,7 +154,7 @@ class StepAndCast:
 
 
 def can_take(members: Sequence[tuple[FP8Param, int]], numel: int) -> bool:
-    """Return whether StepAndCast can step a sub-group: its weights are cast alike, by blocks, and all lies evenly."""
+    """Return whether StepAndCast can step a sub-group: one cast of blocks, and aligned weights."""
     specs = {str(weight.spec): weight.spec for weight, _ in members}
     blocks = all(spec.granularity == "128x128" and not spec.by_torch for spec in specs.values())
     rows = all(weight.shard.shape[1] % BLOCK == 0 for weight, _ in members)

@@ -1,7 +1,7 @@
 """One sharded weight: its layout, its quantized shard, its masters, and its state.
 
-A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is laid over the whole rows it touches,
-down to a multiple of its blocks' rows, with zeros elsewhere: then the reference cast's own group arithmetic applies.
+A shard is a flat slice [start, stop) of a matrix [R, C]. To find its groups it is extended to the full rows it touches,
+down to a multiple of its blocks' rows, with zeros elsewhere: then quantization in torch applies as to a matrix.
 Its data are as flat, or rows of fprop's weight, with room for an outlier block (casts/outliers.py) behind each.
 
     SHARDED --unshard, finish_unshard--> UNSHARDED      --reshard--> SHARDED
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fp8.casts import QuantizedTensor, cast, group_amax
+from ds_fp8.casts import QuantizedTensor, group_amax, quantize_with_scale
 from ds_fp8.casts.primitives import infinite_to_nan
 from ds_fp8.casts.quantization import width_with_outliers
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec, group_shape, is_of_blocks, scale_shape
 from ds_fp8.layers.linear.outliers import OutlierChannels
-from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder
-from ds_fp8.optim.masters import decode, encode
+from ds_fp8.layers.linear.weights import UNSHARDED, group_of, placeholder
+from ds_fp8.optim.masters import dequantize_masters, quantize_masters
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.masters import has_fp32_master
 from ds_fp8.zero.deepspeed.parameters import (
@@ -182,7 +182,7 @@ class FP8Param(ShardLayout):
     @property
     def unsharded(self) -> QuantizedTensor | None:
         """Return the quantized weight that products read while it is unsharded in FP8."""
-        return getattr(self.parameter, GATHERED, None)
+        return getattr(self.parameter, UNSHARDED, None)
 
     def unshard(self) -> None:
         """Begin to gather the data; RuntimeError if DeepSpeed has it in another state than partitioned."""
@@ -192,7 +192,7 @@ class FP8Param(ShardLayout):
         """Make unsharded data available to modules, with the scales that they were quantized with."""
         data = data.view(-1, self.pitch)[:, : self.shard.shape[1]]
         # The parameter's data is a placeholder meanwhile, for code that looks at shape and dtype.
-        setattr(self.parameter, GATHERED, QuantizedTensor.of_bytes(data, scale, self.spec))
+        setattr(self.parameter, UNSHARDED, QuantizedTensor.of_bytes(data, scale, self.spec))
         self.parameter.data = self.placeholder
         end_gather(self.parameter)
 
@@ -217,7 +217,7 @@ class FP8Param(ShardLayout):
 
     def forget(self) -> None:
         """Drop a quantized weight that nobody has read, after a failed capture; others put its marks back."""
-        setattr(self.parameter, GATHERED, None)
+        setattr(self.parameter, UNSHARDED, None)
 
     @property
     def unsharded_in_place(self) -> bool:
@@ -234,7 +234,7 @@ class FP8Param(ShardLayout):
     def copy_unsharded(self) -> None:
         """Copy the unsharded weight, before requantize writes there: its scales belong to the data of now."""
         data = self.unsharded_flat.clone().view(-1, self.pitch)[:, : self.shard.shape[1]]
-        setattr(self.parameter, GATHERED, replace(self.unsharded, data=data.view(self.unsharded.data.dtype)))
+        setattr(self.parameter, UNSHARDED, replace(self.unsharded, data=data.view(self.unsharded.data.dtype)))
 
     def leave_fp8(self) -> None:
         """Let DeepSpeed all-gather this weight from now on; unsharded in FP8 it stays so until it is resharded."""
@@ -289,22 +289,22 @@ class FP8Param(ShardLayout):
         return self.spec.before_cast(numbers[: self.shard.valid])
 
     def master(self) -> torch.Tensor:
-        """Return the flat FP32 masters [at least shard.valid]: where they lie, or decoded."""
+        """Return the flat FP32 masters [at least shard.valid]: a view, or dequantized."""
         if self.correction is None:
             return master_shard(self.parameter)
         if self.master_override is not None:
             return self.master_override
         data = self.covered_data().view(FORMATS[self.spec.format].dtype)
-        master = decode(data, self.cover(self.correction), self.covered(self.scale), self.spec.granularity)
+        master = dequantize_masters(data, self.cover(self.correction), self.covered(self.scale), self.spec.granularity)
         return self.into(torch.zeros(self.shard.numel, device=data.device), master)
 
     def write_master(self, numbers: torch.Tensor, scales: torch.Tensor, skip: torch.Tensor | None = None) -> None:
         """Write data and corrections of flat FP32 numbers by their scales; nothing where `skip` is not zero."""
-        found = encode(self.cover(numbers), self.covered(self.scales_in(scales)), self.spec.granularity)
-        for kept, new in zip((self.data, self.correction), (found[0].view(torch.uint8), found[1]), strict=True):
+        found = quantize_masters(self.cover(numbers), self.covered(self.scales_in(scales)), self.spec.granularity)
+        for old, new in zip((self.data, self.correction), (found[0].view(torch.uint8), found[1]), strict=True):
             if skip is not None:
-                new = torch.where(skip != 0, self.cover(kept), new)
-            self.into(kept, new)
+                new = torch.where(skip != 0, self.cover(old), new)
+            self.into(old, new)
 
     @property
     def start(self) -> int:
@@ -372,7 +372,7 @@ def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class ReferenceShardCast:
-    """The casts of a fixed list of weights in torch, on any device; the oracle of the kernels."""
+    """Quantization of a fixed list of shards in torch, on any device; the reference of the kernels."""
 
     def __init__(self, weights: Sequence[FP8Param], spec: CastSpec):
         self._weights, self._spec = [weight for weight in weights if weight.shard.valid], spec
@@ -384,10 +384,10 @@ class ReferenceShardCast:
             weight.covered(weight.scales_in(amax)).copy_(group_amax(weight.cover(numbers), weight.spec.granularity))
 
     def cast(self, scales: torch.Tensor, source: Numbers) -> None:
-        """Refill every weight's `data` in units of the agreed scales, a flat FP32 buffer."""
+        """Quantize into every weight's `data` with `scales`, a flat FP32 buffer."""
         for weight in self._weights:
             numbers = weight.before_cast(on_device(source(weight), scales.device))
             own = weight.covered(weight.scales_in(scales))
             cover = infinite_to_nan(weight.cover(numbers), self._spec.scale)
-            cover = cast(cover, own, self._spec.format, weight.spec.granularity)
+            cover = quantize_with_scale(cover, own, self._spec.format, weight.spec.granularity)
             weight.write_data(cover.view(torch.uint8))

@@ -1,14 +1,14 @@
 """Gradient reduction: large gradients in FP8, by an all-to-all of slices that are summed in FP32.
 
-A reduce-scatter in FP8 would add FP8 numbers. Instead every rank sends every other rank its slice of the gradient, cast
-per 128 elements, and the receiver sums in FP32 (ZeRO++, arXiv 2306.10209, section 3.3):
+A reduce-scatter in FP8 would add FP8 numbers. Instead every rank sends every other rank its slice of the gradient,
+quantized per 128 elements, and the receiver sums in FP32 (ZeRO++, arXiv 2306.10209, section 3.3):
 
-    send[r]  = cast(gradient slice of rank r)              payload and scales in one uint8 buffer
+    send[r]  = quantize(gradient slice of rank r)          payload and scales in one uint8 buffer
     recv     = all_to_all(send)
     slice    = 1/W * sum over ranks of dequantize(recv[s])  FP32
 
 Over several nodes it is done twice, inside the node first, so that between nodes only 1/(ranks per node) of the bytes
-travel; the sums of the first round are cast once more for the second.
+are sent; the sums of the first round are quantized for the second.
 
 NaN or Inf anywhere in a group of 128 makes that group NaN on every rank's result: the gradient norm is then not finite
 and ZeRO-3 skips the step on all ranks.
@@ -46,7 +46,7 @@ _SMALLEST_AMAX = 2.0**-100
 
 
 def is_reduced_in_fp8(shape: torch.Size) -> bool:
-    """Return whether a gradient of this shape is worth a cast."""
+    """Return whether a gradient of this shape is reduced in FP8."""
     return len(shape) > 1 and math.prod(shape) >= SMALLEST
 
 
@@ -81,7 +81,7 @@ def pack_reference(
     scale: torch.Tensor | None = None,
     clipped: torch.Tensor | None = None,
 ) -> None:
-    """Do pack in torch, on any device; the oracle of the kernel, where scales are powers of two bit for bit."""
+    """Do pack in torch, on any device; the reference of the kernel, bitwise equal for scales that are powers of two."""
     flat = gradient.flatten().float()
     world = shape.rows * shape.places
     x = pad(flat, (0, world * slices.length - flat.numel())).view(world, slices.length)
@@ -108,7 +108,7 @@ def pack_reference(
 
 
 class ReduceScatter:
-    """Reduces gradients: those that are large enough to be worth a cast in FP8, the others as DeepSpeed does."""
+    """Reduces gradients: large ones in FP8, others as DeepSpeed does."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class ReduceScatter:
     def _reduce_in_fp8(
         self, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
     ) -> list[torch.Tensor]:
-        """Reduce full gradients, which are read once, and not kept; return FP32 slices if there are no shards."""
+        """Reduce full gradients; return FP32 slices if there are no gradient shards."""
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         message, shape, places = self._send(tensors, group, names)
         if self._shards is not None:
@@ -204,7 +204,7 @@ class ReduceScatter:
     def _send(
         self, tensors: list[torch.Tensor], group: object, names: list[str]
     ) -> tuple[torch.Tensor, Message, list[Slices]]:
-        """Cast and exchange gradients; return the message that came, whose rows are to be summed, and its layout."""
+        """Quantize and exchange gradients; return the received message, whose rows are to be summed, and its layout."""
         world = dist.get_world_size(group)
         # Groups of fewer ranks (experts, sequence parallelism) may span nodes unevenly; they are exchanged flat.
         nodes = self._nodes if world == dist.get_world_size() else None
@@ -221,7 +221,7 @@ class ReduceScatter:
         if nodes is None:
             return self._exchange(message, group), shape, places
         #     inside a host:   every rank sums what its host has for the places with its number, in FP32
-        #     between hosts:   those sums are cast again and exchanged: 1 / ranks-a-host of the bytes leave the host
+        #     between hosts:   those sums are quantized and exchanged: 1 / ranks-a-host of the bytes leave the host
         inside = sum_rows(self._exchange(message, nodes.inside), shape, self._config.format)
         shape = Message(count, 1, width)
         message = shape.empty(inside.device)
@@ -253,7 +253,8 @@ class ReduceScatter:
         """Send row r to rank r of `group`; return the rows that came here, [ranks of the group, row bytes]."""
         if dist.get_world_size(group) == 1:
             return message
-        # Both on the stream of reductions, where they are allocated, cast, sent and summed: nothing has to be recorded.
+        # Both on the stream of reductions, where they are allocated, quantized, sent and summed: nothing has to be
+        # recorded.
         received = torch.empty_like(message)
         self._wire.count(GRADIENT, "all_to_all", message.nbytes, group)
         dist.all_to_all_single(received, message, group=group)
@@ -264,7 +265,7 @@ class AutomaticScale:
     """One scale per gradient that all ranks agree on, adapted over time (FP8-LM, arXiv 2310.18313, section 2.1).
 
         amax   = max over all ranks of |g|
-        scale  = 1 / (mu * 2^floor(log2(largest / amax)))        data are cast(g / scale), saturated
+        scale  = 1 / (mu * 2^floor(log2(largest / amax)))        data are round(g / scale), saturated
 
     mu starts at 1. It halves after a reduction in which more than 0.001% of the tensor's elements saturated on any
     rank, and otherwise grows so as to double in 1000 reductions (one a micro-batch): the small elements of a gradient
@@ -285,8 +286,8 @@ class AutomaticScale:
         #     amax, share = max over ranks                           one all-reduce for all gradients of the message
         #     mu          = mu / 2 if share > limit else mu * 2^(1/1000)
         #     scale       = amax / largest rounded to a power of two, over mu
-        # Saturation is that of the last reduction: this one's is known only after its cast, when it is too late to
-        # change.
+        # Saturation is that of the last reduction: this one's is known only after it is
+        # quantized.
         amax = torch.stack([_amax(gradient) for gradient in gradients])
         agreed = torch.cat([amax, self._share[index]])
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,4 @@
-"""Triton kernels of a reduction: pack (reduce.py), sum_rows and add_rows (gradients.py) touch every byte once.
+"""Triton kernels of gradient reduction: pack (reduce.py), sum_rows and add_rows (gradients.py); one pass each.
 
 A program of `_pack` and `_sum_rows` takes 32 groups of 128 elements: of the slice of one rank, or those places of all
 rows, which it adds in FP32 in the order of the ranks.
@@ -25,7 +25,7 @@ from ds_fp8.zero.gradients import SPAN, Message, Recent, Slices, Target, span_co
 
 GROUPS = 32  # groups of 128 that one program of _pack and _sum_rows takes
 WARPS = 8  # warps of a program: 16 elements a thread, whose data of one row are one access
-UNROLL = 8  # rows whose loads are written out one after the other, and in flight together
+UNROLL = 8  # rows whose loads are in flight at a time
 ALIGNMENT = 16  # elements that all places must be a multiple of for accesses of 16 bytes
 
 
@@ -36,7 +36,7 @@ def _pack(
 ):
     #     x     = gradient[rank's slice]
     #     scale = 2^ceil(log2(amax / largest)) a group        or one a tensor, found from earlier steps
-    #     code  = round(x / scale)
+    #     data  = round(x / scale)
     #     message[row of rank] = data | scales               one row a rank: what an all-to-all sends
     rank = tl.program_id(1)
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -72,7 +72,7 @@ def _pack(
 def _sum_rows(message, total, row_numel, row_bytes, rows, divisor, GROUPS: tl.constexpr, DTYPE: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     place = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    #     sums = 0;  for each rank, in order:  sums += code * scale        FP32
+    #     sums = 0;  for each rank, in order:  sums += data * scale        FP32
     #     total = sums / divisor
     # In the order of the ranks on every rank, so that the sum has the same bits whoever computes it.
     sums = tl.zeros([GROUPS, 128], tl.float32)
@@ -103,7 +103,7 @@ def _add_rows(
     ROWS: tl.constexpr, LOOPED: tl.constexpr, UNROLL: tl.constexpr, EXACT: tl.constexpr, ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    #     sums      = sum over rows of code * scale            in the order of the ranks, FP32
+    #     sums      = sum over rows of data * scale            in the order of the ranks, FP32
     #     gradient  = gradient + sums / divisor                (or = , for the first micro-batch)
     #     squares[span] = sum of gradient^2 in FP64            of what is stored: the norm needs no other read
     program = tl.program_id(0)
@@ -197,8 +197,8 @@ class _Cache:
             return self._captured[targets]
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if capturing and targets not in self._recent:
-            # Nothing runs in a capture: what is copied here is on the device once this graph is replayed. A dry run never
-            # is, and the next capture must not find its tables.
+            # Nothing runs in a capture: what is copied here is on the device once this graph is replayed. A dry run
+            # never is, and the next capture must not find its tables.
             self._of_one_graph.append(_tables(targets, device))
             return self._of_one_graph[-1]
         tables = self._recent.get(targets, lambda: _tables(targets, device))

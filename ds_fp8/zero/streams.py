@@ -29,7 +29,7 @@ def capture() -> Iterator[None]:
 
 
 def new_stream() -> object | None:
-    """Return a stream beside the current one; None on a device without streams."""
+    """Return a stream other than the current one; None on a device without streams."""
     return None if get_accelerator().is_synchronized_device() else get_accelerator().Stream()
 
 

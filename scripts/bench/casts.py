@@ -44,9 +44,9 @@ from ds_fp8.config.errors import main_entry
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_quantize
 from ds_fp8.layers.decoder.rotary import HeadLayout, HeadTransform, rotate, rotate_backward
-from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_forward
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_operand
+from ds_fp8.layers.linear.weights import transposed_weight
 
 EPS = 1e-6  # Epsilon of RMSNorm
 
@@ -75,31 +75,31 @@ def in_words(rowwise: QuantizedTensor | None, columnwise: QuantizedTensor | None
 def cast_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
     """Yield the casts of an input x [T, F], of an output gradient dy [T, F] and of a weight w [2F, H]."""
     x, w = normal(tokens, size.intermediate), normal(2 * size.intermediate, size.hidden, std=WEIGHT_STD)
-    row, column = recipe.cast_input_both(x)
-    yield Operation("x", in_words(row, column), x.numel(), 4, lambda: recipe.cast_input_both(x))
-    yield Operation("x", in_words(row), x.numel(), 3, lambda: recipe.cast_input(x))
-    yield Operation("x", in_words(None, column), x.numel(), 3, lambda: recipe.cast_input_columnwise(x))
+    row, column = recipe.quantize_input_both(x)
+    yield Operation("x", in_words(row, column), x.numel(), 4, lambda: recipe.quantize_input_both(x))
+    yield Operation("x", in_words(row), x.numel(), 3, lambda: recipe.quantize_input(x))
+    yield Operation("x", in_words(None, column), x.numel(), 3, lambda: recipe.quantize_input_columnwise(x))
     del row, column
 
-    w_cast = recipe.cast_weight(w)
-    yield Operation("w", in_words(w_cast), w.numel(), 3, lambda: recipe.cast_weight(w))
-    yield Operation("w transposed", describe_cast(w_cast), w.numel(), 2, lambda: dgrad_operand(w_cast))
+    w_cast = recipe.quantize_weight(w)
+    yield Operation("w", in_words(w_cast), w.numel(), 3, lambda: recipe.quantize_weight(w))
+    yield Operation("w transposed", describe_cast(w_cast), w.numel(), 2, lambda: transposed_weight(w_cast))
 
-    factor = None if dgrad_operand(w_cast)[1] is None else torch.ones(x.shape[1], device=x.device)
-    casts = in_words(*recipe.cast_grad_output(x, column_factor=factor))
+    factor = None if transposed_weight(w_cast)[1] is None else torch.ones(x.shape[1], device=x.device)
+    casts = in_words(*recipe.quantize_grad_output(x, column_factor=factor))
     name = "dy" if factor is None else "dy · weight scales"
-    yield Operation(name, casts, x.numel(), 4, lambda: recipe.cast_grad_output(x, column_factor=factor))
+    yield Operation(name, casts, x.numel(), 4, lambda: recipe.quantize_grad_output(x, column_factor=factor))
 
 
 def norm_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Iterator[Operation]:
     x, residual, weight = normal(tokens, size.hidden), normal(tokens, size.hidden), normal(size.hidden)
     _, rstd, cast = rms_norm_quantize(x, weight, EPS, recipe)
-    casts, columnwise = in_words(cast), in_words(None, recipe.cast_input_columnwise(x, rstd, weight))
+    casts, columnwise = in_words(cast), in_words(None, recipe.quantize_input_columnwise(x, rstd, weight))
     del cast
     yield Operation("RMSNorm", casts, x.numel(), 3, lambda: rms_norm_quantize(x, weight, EPS, recipe))
     yield Operation("add, RMSNorm", casts, x.numel(), 7, lambda: rms_norm_quantize(x, weight, EPS, recipe, residual))
     yield Operation(
-        "RMSNorm again", columnwise, x.numel(), 3, lambda: recipe.cast_input_columnwise(x, rstd, weight)
+        "RMSNorm again", columnwise, x.numel(), 3, lambda: recipe.quantize_input_columnwise(x, rstd, weight)
     )  # fmt: skip
     yield Operation(
         "RMSNorm backward, add", "none", x.numel(), 8, lambda: rms_norm_backward(x, x, weight, rstd, residual)
@@ -112,7 +112,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     elements = dproduct.numel()
 
     def forward(keep: bool) -> Any:
-        return gated_activation_cast(gate_up, "silu", recipe, keep)
+        return gated_activation_forward(gate_up, "silu", recipe, keep)
 
     product, saved, *_ = forward(True)
     casts = in_words(product)
@@ -122,7 +122,7 @@ def swiglu_operations(recipe: LinearRecipe, size: ModelSize, tokens: int) -> Ite
     yield Operation("SwiGLU, keeping", kept, elements, 7, lambda: forward(True))
 
     w = normal(2 * size.intermediate, 128, std=WEIGHT_STD)
-    factor = dgrad_operand(recipe.cast_weight(w))[1]
+    factor = transposed_weight(recipe.quantize_weight(w))[1]
 
     def backward() -> Any:
         return gated_activation_backward(dproduct, saved, "silu", recipe, recipe, factor)

@@ -34,7 +34,7 @@ from ds_fp8.gemm import unavailable
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, group_of, placeholder, stacked_operand
+from ds_fp8.layers.linear.weights import UNSHARDED, group_of, placeholder, stacked_weight
 from ds_fp8.research import mxfp8
 
 
@@ -209,7 +209,7 @@ def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
         if id(weight) in held:
             continue
         held.update(map(id, group))
-        whole = stacked_operand([w.detach() for w in group], recipe)
+        whole = stacked_weight([w.detach() for w in group], recipe)
         if recipe.outlier_channels:
             channels = torch.arange(min(recipe.outlier_channels, whole.shape[1]), device=weight.device).int()
             none = torch.zeros(len(whole.data), len(channels), dtype=torch.uint8, device=weight.device)
@@ -219,7 +219,7 @@ def hold_in_fp8(weights: Iterable[nn.Parameter], recipe: LinearRecipe) -> None:
         unit = BLOCK if whole.granularity == "128x128" else 1
         scales = [whole.scale] if len(group) == 1 else whole.scale.split([-(-count // unit) for count in rows])
         for w, data, scale in zip(group, whole.data.split(rows), scales, strict=True):
-            setattr(w, GATHERED, QuantizedTensor(data, scale, whole.granularity, whole.scale_type))
+            setattr(w, UNSHARDED, QuantizedTensor(data, scale, whole.granularity, whole.scale_type))
             w.data = placeholder(w.shape, w.dtype, w.device)
 
 
@@ -237,7 +237,7 @@ def write_blocks(linears: Iterable[FP8Linear]) -> None:
 
 def _write_blocks(weights: list[tuple[nn.Parameter, torch.Tensor]], outliers: OutlierChannels) -> None:
     for weight, numbers in weights:
-        gathered, channels = getattr(weight, GATHERED), outliers.channels
+        gathered, channels = getattr(weight, UNSHARDED), outliers.channels
         found = extend_weight(gathered, weight_residual(numbers.to(weight.device), gathered, channels), channels)
         room = widened(gathered, len(channels))
         room.data.view(torch.uint8).copy_(found.data.view(torch.uint8))

@@ -44,9 +44,9 @@ from ds_fp8.gemm.grouped import grouped_matmul, grouped_wgrad
 from ds_fp8.layers.experts.layout import ExpertLayout, expert_layout, permute_quantize, row_factors, unpermute
 from ds_fp8.layers.experts.products import ExpertProducts, ExpertWeights, expert_products, unsupported
 from ds_fp8.layers.experts.selection import recipe_of_experts
-from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.linear.gated_activation import gated_activation_backward, gated_activation_forward
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 
 # Stages, warps, panels and limits of registers of the product's launch; 4 warps spill in all of them
 SWEEP = [
@@ -115,9 +115,9 @@ def measure_products(given: Operands, recipe: LinearRecipe, milliseconds: float,
         experts, columns, contraction = weight.shape
         x = normal(len(layout.source), contraction, seed=6) * used[:, None]
         dy = normal(len(layout.source), columns, std=GRADIENT_STD, seed=7) * used[:, None]
-        x_RK, x_KR = recipe.cast_input_both(x)
-        dy_RN, dy_NR = recipe.cast_grad_output(dy)
-        w = recipe.cast_weight(weight.flatten(0, 1))
+        x_RK, x_KR = recipe.quantize_input_both(x)
+        dy_RN, dy_NR = recipe.quantize_grad_output(dy)
+        w = recipe.quantize_weight(weight.flatten(0, 1))
         w_turned = transpose(w, experts)
         backend, some = recipe.backend, pairs // 16 * 16
         multiply = functools.partial(grouped_matmul, groups=layout.groups, backend=backend)
@@ -172,12 +172,12 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
     experts, backend, save = len(gate_up), recipe.backend, recipe.input
     layout = expert_layout(index, experts)
     groups, factors = layout.groups, row_factors(router_weights, layout)
-    first, second = (recipe.cast_weight(weight.flatten(0, 1)) for weight in (gate_up, down))
+    first, second = (recipe.quantize_weight(weight.flatten(0, 1)) for weight in (gate_up, down))
     first_turned, second_turned = transpose(first, experts), transpose(second, experts)
     dy_scale = recipe.grad_output.scale
     rows, _ = permute_quantize(x, layout, save.format, scale=save.scale)
     hidden = grouped_matmul(rows, first, groups, backend=backend)
-    product, saved, *_ = gated_activation_cast(hidden, "silu", recipe, True, factors)
+    product, saved, *_ = gated_activation_forward(hidden, "silu", recipe, True, factors)
     output = grouped_matmul(product, second, groups, backend=backend)
     dy_rows, dy_columns = permute_quantize(dy, layout, columnwise="1x128", scale=dy_scale)
     dproduct = grouped_matmul(dy_rows, second_turned, groups, backend=backend)
@@ -196,7 +196,7 @@ def parts(given: Operands, recipe: LinearRecipe) -> dict[str, tuple[str, Callabl
         "layout": ("layout", lambda: (expert_layout(index, experts), row_factors(router_weights, layout))),
         "x, permuted": ("cast", lambda: permute_quantize(x, layout, save.format, scale=save.scale)),
         "gate_up fprop": ("product", multiply(rows, first)),
-        "activation": ("cast", lambda: gated_activation_cast(hidden, "silu", recipe, True, factors)),
+        "activation": ("cast", lambda: gated_activation_forward(hidden, "silu", recipe, True, factors)),
         "down fprop": ("product", multiply(product, second)),
         "y, summed": ("sum", lambda: unpermute(output, layout)),
         "dy, permuted, both ways": ("cast", lambda: permute_quantize(dy, layout, columnwise="1x128", scale=dy_scale)),
@@ -222,7 +222,7 @@ def layer(given: Operands, recipe: LinearRecipe) -> Callable[[], torch.Tensor]:
     weights = []
     for weight in (given.gate_up, given.down):
         parameter = torch.nn.Parameter(weight)
-        setattr(parameter, GATHERED, recipe.cast_weight(weight.flatten(0, 1)))
+        setattr(parameter, UNSHARDED, recipe.quantize_weight(weight.flatten(0, 1)))
         weights.append(parameter)
     products = ExpertProducts("silu", recipe, recipe)
 

@@ -42,7 +42,7 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.gemm import BACKENDS, scaled_matmul, unavailable
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_operand
+from ds_fp8.layers.linear.weights import transposed_weight
 
 PASSES = "fprop", "dgrad", "wgrad"
 
@@ -72,10 +72,10 @@ class Product(NamedTuple):
 
 def products(recipe: LinearRecipe, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> list[Product]:
     """Return the three products of a linear, x [T, K], w [N, K], dy [T, N] cast as `recipe` says."""
-    x_TK, x_KT = recipe.cast_input_both(x)
-    w_NK = recipe.cast_weight(w)
-    w_KN, factor = dgrad_operand(w_NK)
-    dy_TN, dy_NT = recipe.cast_grad_output(dy, column_factor=factor)
+    x_TK, x_KT = recipe.quantize_input_both(x)
+    w_NK = recipe.quantize_weight(w)
+    w_KN, factor = transposed_weight(w_NK)
+    dy_TN, dy_NT = recipe.quantize_grad_output(dy, column_factor=factor)
     return [
         Product("fprop", x_TK, w_NK, x, w),
         Product("dgrad", dy_TN, w_KN, dy, w.t()),

@@ -20,7 +20,7 @@ from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.errors import main_entry
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.optim.adamw import AdamStep, step_on
-from ds_fp8.optim.masters import kept_amax
+from ds_fp8.optim.masters import stored_amax
 from ds_fp8.optim.moments import CODECS, Layout, Moment
 from ds_fp8.zero.coded_masters import ReferenceStep
 from ds_fp8.zero.deepspeed.parameters import Shard
@@ -49,7 +49,7 @@ def sharded(rows: int, weights: int, scale: str) -> tuple[list[FP8Param], torch.
         shard = Shard(torch.Size((rows, COLUMNS)), 0, rows * COLUMNS, rows * COLUMNS, 1, None)
         made.append(FP8Param(parameter, shard, spec))
     scales = torch.full((place_scales(stacks_of(made)),), 5 * WEIGHT_STD, device=device())
-    scales = scale_from_amax(kept_amax(scales, scale), "e4m3", scale)
+    scales = scale_from_amax(stored_amax(scales, scale), "e4m3", scale)
     codes = torch.randint(0, 120, (rows * COLUMNS * weights,), dtype=torch.uint8, device=device())
     corrections = torch.zeros(len(codes), dtype=torch.int16, device=device())
     for weight, mine, correction in zip(

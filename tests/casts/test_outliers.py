@@ -19,7 +19,7 @@ from ds_fp8.casts.outliers import (
     weight_residual,
 )
 from ds_fp8.casts.primitives import apply_factors
-from ds_fp8.casts.quantization import whole_blocks
+from ds_fp8.casts.quantization import round_up_to_blocks
 from ds_fp8.config.formats import CastSpec
 from tests.casts.test_kernels import DEVICE, assert_same
 
@@ -55,7 +55,7 @@ def test_products_of_outlier_channels_are_exact_to_second_order(rows, columns, c
     at = channels.long()
     exact = x.float()[:, at] @ w.float()[:, at].t()
     plain = x_cast.dequantize()[:, at] @ w_cast.dequantize()[:, at].t()
-    start = whole_blocks(columns)
+    start = round_up_to_blocks(columns)
     block = wide_x.dequantize()[:, start:] @ wide_w.dequantize()[:, start:].t()
     assert (plain + block - exact).norm() < 0.004 * exact.norm()
     assert (plain - exact).norm() > 0.01 * exact.norm()  # what the block is for
@@ -124,7 +124,7 @@ def test_a_cast_that_left_room_gets_its_outlier_block_in_place(rows, columns, co
     from ds_fp8.casts.quantization_triton import quantize_tiles
 
     x = with_outliers(rows, columns, count).to(DEVICE)
-    room = whole_blocks(2 * count)
+    room = round_up_to_blocks(2 * count)
     narrow, expected_columns = quantize_tiles(x, "e4m3", "fp32", "1x128", columnwise)
     roomy, found_columns = quantize_tiles(x, "e4m3", "fp32", "1x128", columnwise, room=room)
     channels = largest_channels(channel_energy(narrow), count)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_fp8.casts import QuantizedTensor, cast, group_amax, quantize, scale_from_amax
+from ds_fp8.casts import QuantizedTensor, group_amax, quantize, quantize_with_scale, scale_from_amax
 from ds_fp8.config.formats import FORMATS, NATIVE_FORMATS, NATIVE_GRANULARITIES, scale_shape
 from tests.casts import oracle
 from tests.casts.inputs import EDGES, FP32_MAX, NOT_FINITE, TOO_LARGE, matrix_shapes, shapes, tensors
@@ -69,7 +69,7 @@ def test_every_midpoint_rounds_to_the_even_code_and_its_neighbours_to_theirs(for
         (np.nextafter(midpoints, np.float32(np.inf)), expected + 1),
     ]:
         for sign, sign_bit in ((1, 0), (-1, 128)):
-            data = cast(torch.from_numpy(sign * numbers), torch.tensor(1.0), format, "tensor")
+            data = quantize_with_scale(torch.from_numpy(sign * numbers), torch.tensor(1.0), format, "tensor")
             np.testing.assert_array_equal(data.view(torch.uint8).numpy(), code + sign_bit)
 
 
@@ -171,7 +171,7 @@ def test_saturation_never_yields_nan(format, granularity, scale_type, amax):
     """Numbers far above the amax their scale was made from, as when the scale is older than the numbers."""
     x = torch.tensor([[FP32_MAX, -FP32_MAX, 1.0, 0.0]])
     scale = scale_from_amax(torch.full(scale_shape(x.shape, granularity), amax), format, scale_type)
-    data = cast(x, scale, format, granularity)
+    data = quantize_with_scale(x, scale, format, granularity)
     assert data.float().isfinite().all()
     if amax <= 1:
         assert data[0, :2].float().tolist() == [FORMATS[format].max, -FORMATS[format].max]

@@ -23,7 +23,7 @@ from ds_fp8.graphs.replay import MIN_DOCUMENTS, Shape, differentiable
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import use_fp8_attention
 from ds_fp8.train import packed_attention
-from ds_fp8.zero.collectives import reason_of_any
+from ds_fp8.zero.collectives import first_reason
 from tests.zero import models
 
 
@@ -38,7 +38,7 @@ def test_the_report_says_why_there_are_none(ranks, graph, why):
 
 
 def of_one_rank(_):
-    return reason_of_any("here" if dist.get_rank() == 1 else None)
+    return first_reason("here" if dist.get_rank() == 1 else None)
 
 
 def test_a_reason_of_one_rank_holds_for_all(ranks):

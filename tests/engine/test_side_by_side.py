@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 
 import ds_fp8
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from tests.zero import models
 from tests.zero.test_training import QUIET
 
@@ -126,7 +126,7 @@ def made_trained_and_destroyed():
     own = {key for key, module in of_instances(engine).items() if module.startswith("ds_fp8")}
     engine.destroy()
     left = {key for key, module in of_instances(engine).items() if module.startswith("ds_fp8")}
-    gathered = [weight for weight in weights if getattr(weight, GATHERED) is not None]
+    gathered = [weight for weight in weights if getattr(weight, UNSHARDED) is not None]
     stock = {key for key, module in instances.items() if module.startswith("ds_fp8")}
     return changed, stock, len(own), left, len(gathered)
 

@@ -15,7 +15,7 @@ from ds_fp8.layers.experts.layout import (
     unpermute,
 )
 from ds_fp8.layers.experts.products import ExpertAdapters, ExpertProducts, ExpertWeights, expert_products
-from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gated_activation_backward, gated_activation_cast
+from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gated_activation_backward, gated_activation_forward
 from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
 from tests.gemm.tolerance import CHAIN, OF_SCALES, ROUNDING, assert_is_product
 from tests.layers.test_expert_products import inputs, low_ranks, run, run_adapted
@@ -156,7 +156,7 @@ def test_activation_with_factors(activation, save, wgrad_input):
     results = []
     for where in ("cpu", "cuda"):
         rows, gradient, r = gate_up.to(where), dproduct.to(where), factor.to(where)
-        cast, saved, *_ = gated_activation_cast(rows, activation, products.down, True, r)
+        cast, saved, *_ = gated_activation_forward(rows, activation, products.down, True, r)
         casts = gated_activation_backward(gradient, saved, activation, products.gate_up, products.down, row_factor=r)
         results.append([q.dequantize().cpu() for q in (cast, *casts[:3])] + [casts.drow_factor.cpu()])
         assert not results[-1][0][300:].any()

@@ -5,7 +5,7 @@ import torch
 
 from ds_fp8.casts import quantize
 from ds_fp8.layers.experts.experts import dequantize_rows
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from tests.zero.test_experts import EXACT, PREFETCH, gathered_against_whole, gradients, trained
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ def test_decoded_weights_are_those_of_the_cpu(scale):
     decoded = []
     for device in ("cpu", "cuda"):
         own = torch.nn.Parameter(weight.detach().to(device))
-        setattr(own, GATHERED, quantize(own.detach().float().flatten(0, 1), "e4m3", "128x128", scale))
+        setattr(own, UNSHARDED, quantize(own.detach().float().flatten(0, 1), "e4m3", "128x128", scale))
         decoded.append([dequantize_rows(own).cpu(), dequantize_rows(own, 128, 300).cpu()])
     for ours, expected in zip(*decoded, strict=True):
         assert torch.equal(ours, expected)

@@ -8,7 +8,7 @@ import torch
 
 from ds_fp8.casts import quantize
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from ds_fp8.zero import collectives
 from ds_fp8.zero.gradients import sum_rows, sum_rows_reference
 from ds_fp8.zero.masters import make_shard_cast
@@ -193,7 +193,7 @@ def wait_on_another_stream():
     models.train(engine, 2)
     weights = [weight for layer in engine.module.layers for weight in (layer.up.weight, layer.down.weight)]
     gather(engine, weights)
-    expected = [getattr(weight, GATHERED).dequantize() for weight in weights]
+    expected = [getattr(weight, UNSHARDED).dequantize() for weight in weights]
     for weight in weights:
         weight.partition()
     side, wrong = torch.cuda.Stream(), 0
@@ -205,7 +205,7 @@ def wait_on_another_stream():
         handle.wait()
         with torch.cuda.stream(side):  # whatever was freed too early is written over
             rubbish = [torch.full((1 << size,), 255, dtype=torch.uint8, device="cuda") for size in range(14, 20)]
-        seen = [getattr(weight, GATHERED).dequantize() for weight in weights]
+        seen = [getattr(weight, UNSHARDED).dequantize() for weight in weights]
         for weight in weights:
             weight.partition()
         del rubbish

@@ -70,12 +70,12 @@ def test_without_it_somebody_waits(loader):
 
 def test_a_mask_is_read_once():
     mask = torch.tensor(PADDED)
-    assert not documents.whole(mask)
+    assert not documents.is_full(mask)
     mask.data = torch.ones(2, 4, dtype=torch.int64)  # which no version tells of: only a note does not see it
-    assert not documents.whole(mask)
+    assert not documents.is_full(mask)
     mask.fill_(1)
-    assert documents.whole(mask)
+    assert documents.is_full(mask)
     mask[0, 0] = 0
-    assert not documents.whole(mask)
+    assert not documents.is_full(mask)
     with torch.inference_mode():
-        assert documents.whole(torch.ones(2, 3))
+        assert documents.is_full(torch.ones(2, 3))

@@ -41,28 +41,28 @@ class Exact(LinearRecipe):
     def transposed(self, q):
         return uncast(q.data.t())
 
-    def cast_weight(self, weight, column_factor=None):
+    def quantize_weight(self, weight, column_factor=None):
         return uncast(weight)
 
-    def cast_input(self, x, row_factor=None, column_factor=None):
+    def quantize_input(self, x, row_factor=None, column_factor=None):
         return uncast(apply_factors(x, row_factor, column_factor))
 
-    def cast_gradient(self, dy, rowwise, columnwise, column_factor=None):
+    def quantize_gradient(self, dy, rowwise, columnwise, column_factor=None):
         return uncast(dy if rowwise else None), uncast(dy.t() if columnwise else None)
 
-    def cast_input_columnwise(self, x, row_factor=None, column_factor=None):
+    def quantize_input_columnwise(self, x, row_factor=None, column_factor=None):
         return uncast(apply_factors(x, row_factor, column_factor).t())
 
-    def cast_input_both(self, x, column_factor=None):
+    def quantize_input_both(self, x, column_factor=None):
         return uncast(x), uncast(x.t())
 
-    def kept_input(self, data, scale):
+    def saved_input(self, data, scale):
         return uncast(data)
 
-    def keep_gate_up(self, gate_up):
+    def quantize_gate_up(self, gate_up):
         return uncast(gate_up)
 
-    def kept_gate_up(self, data, scale):
+    def saved_gate_up(self, data, scale):
         return uncast(data)
 
 

@@ -17,7 +17,7 @@ from ds_fp8.layers.experts.products import (
 )
 from ds_fp8.layers.linear.gated_activation import GatedCast, GatedGradients
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED, placeholder
+from ds_fp8.layers.linear.weights import UNSHARDED, placeholder
 from tests.gemm.tolerance import CHAIN
 from tests.layers.expert_loop import Gradients, high_precision, with_casts
 from tests.numerics import error
@@ -261,7 +261,7 @@ def test_gathered_weights_are_read_in_fp8():
     weights = []
     for weight in (gate_up, down):
         spread = torch.nn.Parameter(placeholder(weight.shape, weight.dtype, weight.device))
-        setattr(spread, GATHERED, quantize(weight.flatten(0, 1), granularity="128x128"))
+        setattr(spread, UNSHARDED, quantize(weight.flatten(0, 1), granularity="128x128"))
         weights.append(spread)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, router_weights)]
     y = expert_products(leaves[0], index, leaves[1], ExpertWeights(*weights), products)
@@ -304,7 +304,7 @@ def test_the_kernels_fit_together(monkeypatch):
 
     def activation_backward(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast):
         return GatedGradients(
-            *gated.gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
+            *gated.gated_backward_quantized(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
         )
 
     given, products = inputs((5, 0, 130), 2, hidden=128), settings(wgrad={"input": "128x128"})
@@ -319,7 +319,7 @@ def test_the_kernels_fit_together(monkeypatch):
             a, b, groups, out_dtype
         ),
         "unpermute": lambda rows, layout: layout_triton.sum_rows(rows, layout.place),
-        "gated_activation_cast": activation_cast,
+        "gated_activation_forward": activation_cast,
         "gated_activation_backward": activation_backward,
     }
     for name, kernel in kernels.items():

@@ -20,7 +20,7 @@ from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts.experts import FP8Experts, convert_experts, dequantize_rows, products_of
 from ds_fp8.layers.experts.selection import backend_of_experts, multiplies_experts
 from ds_fp8.layers.linear.linear import FP8Linear, Swapped
-from ds_fp8.layers.linear.weights import GATHERED, placeholder
+from ds_fp8.layers.linear.weights import UNSHARDED, placeholder
 from tests.layers.hugging_face import fp8, tokens
 from tests.layers.moe import EXPERTS, mixture
 from tests.layers.test_decoder import FP8_ERROR, assert_costs_no_more
@@ -38,7 +38,7 @@ def gathered_in_fp8(module):
     for weight, recipe in module.recipes_of_weights():
         spec = recipe.weight
         rows = weight.detach().float().flatten(0, 1)
-        setattr(weight, GATHERED, quantize(rows, spec.format, spec.granularity, spec.scale))
+        setattr(weight, UNSHARDED, quantize(rows, spec.format, spec.granularity, spec.scale))
         weight.data = placeholder(weight.shape, weight.dtype, weight.device)
 
 
@@ -179,7 +179,7 @@ def test_experts_with_adapters_are_copied_and_restored():
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert type(again).__name__ == "ParamWrapper"
         for weight, own in zip(again.get_base_layer().parameters(), ours.get_base_layer().parameters(), strict=True):
-            setattr(weight, GATHERED, getattr(own, GATHERED))
+            setattr(weight, UNSHARDED, getattr(own, UNSHARDED))
         for found, wanted in zip(results(again, inputs()), expected, strict=True):
             assert found is wanted is None or torch.equal(found, wanted)
     restore(model)
@@ -366,7 +366,7 @@ def test_a_shared_expert_is_fused_inside_a_layer_whose_attention_half_is():
     assert fusion.attention_halves == ["model.layers.0", "model.layers.1"]
     assert fusion.mlps == ["model.layers.0.mlp.shared_expert", "model.layers.1.mlp.shared_expert"]
     linear = model.model.layers[0].mlp.shared_expert.gate_proj
-    assert layer_of(model, linear.recipe.site) == "model.layers.0.mlp.shared_expert"
+    assert layer_of(model, linear.recipe.name) == "model.layers.0.mlp.shared_expert"
     assert layer_of(model, "model.layers.0.self_attn.qkv_proj") == "model.layers.0"
     assert layer_of(model, "model.layers.0.mlp.experts") == "model.layers.0.mlp.experts"
     restore(model.model.layers[0])

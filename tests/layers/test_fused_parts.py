@@ -127,7 +127,7 @@ def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input
     assert_cast(cast, gated_product_reference(gate_up, activation, factor))
     assert not cast.dequantize()[130:].any()
     mixed = recipe(wgrad={"input": wgrad_input})
-    kernel = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed, factor)
+    kernel = gated_kernels.gated_backward_quantized(dproduct, saved, activation, mixed, mixed, factor)
     host = saved if DEVICE == "cpu" else numbers.cpu()
     reference = gated_activation_backward(dproduct.cpu(), host, activation, mixed, mixed, row_factor=factor.cpu())
     for row, column, product_column, dfactor, *none in (kernel, reference):
@@ -137,7 +137,7 @@ def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input
         assert_cast(product_column, product.detach().t())
         assert error(dfactor, of_rows.grad) < FP32_ERROR
         assert not row.dequantize()[130:].any()
-    frozen = gated_kernels.gated_backward_cast(dproduct, saved, activation, mixed, mixed, factor, wgrad=False)
+    frozen = gated_kernels.gated_backward_quantized(dproduct, saved, activation, mixed, mixed, factor, wgrad=False)
     assert frozen[1] is frozen[2] is None
     assert torch.equal(frozen[0].data.view(torch.uint8), kernel[0].data.view(torch.uint8))
     assert torch.equal(frozen[3], kernel[3])
@@ -163,7 +163,7 @@ def test_gated_activation_backward(tokens, features, activation, saved_as):
         if features % 128 or tokens % 128:
             continue
         mixed = recipe(wgrad={"input": wgrad_input})
-        row, column, product_column, _, *uncast = gated_kernels.gated_backward_cast(
+        row, column, product_column, _, *uncast = gated_kernels.gated_backward_quantized(
             dproduct, saved, activation, mixed, mixed, uncast=(True, True)
         )
         assert all(torch.equal(x, y) for x, y in zip(uncast, plain, strict=True))

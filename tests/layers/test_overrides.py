@@ -17,7 +17,7 @@ from ds_fp8.gemm import scaled_matmul
 from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.decoder.gated_mlp import gated_mlp
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 
@@ -136,7 +136,7 @@ def gathered_under_overrides():
     weights[0].all_gather_coalesced(weights).wait()
     found = {}
     for name, linear in linears.items():
-        spec, ours = linear.recipe.weight, getattr(linear.weight, GATHERED)
+        spec, ours = linear.recipe.weight, getattr(linear.weight, UNSHARDED)
         whole = quantize(models.full_master(linear.weight), spec.format, spec.granularity, spec.scale)
         same = torch.equal(ours.data.view(torch.uint8), whole.data.view(torch.uint8))
         found[name] = same and torch.equal(ours.scale, whole.scale), str(spec)

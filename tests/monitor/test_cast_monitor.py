@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ds_fp8.casts import QuantizedTensor, cast, quantize
+from ds_fp8.casts import QuantizedTensor, quantize, quantize_with_scale
 from ds_fp8.config.fp8 import MonitorConfig, parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.convert import layer_of, restore
@@ -25,7 +25,7 @@ def observed(monitor: CastMonitor, x: torch.Tensor, **words: str) -> None:
 def test_numbers_beyond_the_scale_count_as_saturated():
     x, scale = torch.tensor([[447.0, 448.0, 500.0, -1e9, 0.0]]), torch.tensor(1.0)
     monitor = CastMonitor(every=1)
-    monitor.observe("weight", x, QuantizedTensor(cast(x, scale, "e4m3", "tensor"), scale, "tensor"))
+    monitor.observe("weight", x, QuantizedTensor(quantize_with_scale(x, scale, "e4m3", "tensor"), scale, "tensor"))
     monitor.end_step()
     assert monitor.last == pytest.approx({"saturated": 2 / 5, "underflow": 0})
 
@@ -60,7 +60,7 @@ def test_a_linear_reports_its_casts():
     assert linear.recipe.monitor.last["underflow"] == pytest.approx(3 / (4 + 16))
 
 
-# ---------------------------------------------------------------- figures of a site
+# ---------------------------------------------------------------- figures of a product
 
 
 def figures_of(x: torch.Tensor, quantized: QuantizedTensor | None = None, elements: int | None = None, **words: str):
@@ -181,7 +181,7 @@ def test_every_product_of_a_decoder_has_a_site_of_its_own(fuse):
 def test_a_restored_layer_is_what_it_was(fuse):
     model, stock = causal_lm("qwen2"), causal_lm("qwen2")
     convert(model, parse_fp8({"fp8": {"fuse": fuse, "monitor": {"every": 0}}}))
-    sites = [module.recipe.site for module in model.modules() if isinstance(module, FP8Linear)]
+    sites = [module.recipe.name for module in model.modules() if isinstance(module, FP8Linear)]
     for name in dict.fromkeys(layer_of(model, site) for site in sites):
         assert restore(model.get_submodule(name))
     for (name, module), (_, original) in zip(model.named_modules(), stock.named_modules(), strict=True):
@@ -196,7 +196,7 @@ def test_a_restored_layer_is_what_it_was(fuse):
 
 def watched(*measurements: dict, **config: float) -> list[list[tuple[str, str]]]:
     watch = Thresholds(MonitorConfig(**config).min_snr_db)
-    return [[(found.site, found.tensor_class) for found in watch.check(m)] for m in measurements]
+    return [[(found.name, found.tensor_class) for found in watch.check(m)] for m in measurements]
 
 
 def figures(snr_db: float | None = 31.0, flushed: float = 0.0) -> CastFigures:

@@ -70,10 +70,10 @@ def moment(
         return numbers.to(device, kind.dtype, copy=True)
     layout = Layout(numbers.numel(), granularity, scale, segments if granularity == "tensor" else ())
     result = Moment(kind, layout, torch.device(device), never_zero=never_zero)
-    result.encode(numbers)
+    result.quantize(numbers)
     return result
 
 
-def numbers_of(state: torch.Tensor | Moment) -> torch.Tensor:
+def dequantized(state: torch.Tensor | Moment) -> torch.Tensor:
     """FP32 numbers that a state stands for, on the CPU."""
-    return state.decode("cpu") if isinstance(state, Moment) else state.float().cpu()
+    return state.dequantize("cpu") if isinstance(state, Moment) else state.float().cpu()

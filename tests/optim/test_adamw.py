@@ -13,7 +13,7 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim import AdamW, Moment
 from ds_fp8.optim.moments import moment_bytes
-from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, ROUNDING, numbers_of
+from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2, ROUNDING, dequantized
 
 HYPERPARAMETERS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 PRECISIONS = {
@@ -68,7 +68,7 @@ def fp32_losses() -> list[float]:
 
 def moments(optimizer: AdamW) -> list[torch.Tensor]:
     return [
-        numbers_of(optimizer.state[p][key])
+        dequantized(optimizer.state[p][key])
         for group in optimizer.param_groups
         for p in group["params"]
         for key in ("exp_avg", "exp_avg_sq")
@@ -102,7 +102,7 @@ def test_16_bit_parameters_have_a_master(precision):
     net, optimizer, losses = trained(precision, LONG, torch.bfloat16)
     assert sum(losses[-10:]) < (1 + WORSE) * sum(fp32_losses()[-10:])
     for p in net.parameters():
-        master = numbers_of(optimizer.state[p]["master"]).view(p.shape)
+        master = dequantized(optimizer.state[p]["master"]).view(p.shape)
         torch.testing.assert_close(p.float(), master, rtol=2.0**-8 + 2.0**-11, atol=1e-30)
 
 
@@ -250,7 +250,7 @@ def test_stochastic_rounding_follows_small_changes_of_exp_avg_sq():
         for _ in range(600):
             p.grad = torch.randn(1280)
             optimizer.step()
-        reached[stochastic] = numbers_of(optimizer.state[p]["exp_avg_sq"]).mean().item() / (1 - 0.999**600)
+        reached[stochastic] = dequantized(optimizer.state[p]["exp_avg_sq"]).mean().item() / (1 - 0.999**600)
     assert reached[True] == pytest.approx(1.0, rel=0.03)
     assert reached[False] < 0.5
 
@@ -267,7 +267,7 @@ def test_stochastic_rounding_lets_exp_avg_reach_gradients_that_stay():
         for step in range(100):
             p.grad = (before if step < 50 else after).clone()
             optimizer.step()
-        way = numbers_of(optimizer.state[p]["exp_avg"]) - before
+        way = dequantized(optimizer.state[p]["exp_avg"]) - before
         reached[rounding] = (way @ (after - before) / (after - before).square().sum()).item()
     assert reached[True] == pytest.approx(1.0, abs=0.03)
     assert reached[False] < 0.8
@@ -283,7 +283,7 @@ def test_nearest_rounding_with_exact_scales_follows_a_slow_decay(precision):
         for step in range(200):
             p.grad = torch.randn(1280) * (step == 0)
             optimizer.step()
-        decayed[name] = numbers_of(optimizer.state[p]["exp_avg_sq"]).max().item()
+        decayed[name] = dequantized(optimizer.state[p]["exp_avg_sq"]).max().item()
     assert decayed[precision] == pytest.approx(decayed["fp32"], rel=0.03)
 
 
@@ -362,7 +362,7 @@ def test_checkpoints_move_to_torchs_adamw_and_back(precision):
         assert back.state[p]["step"] == 8
         for key in ("exp_avg", "exp_avg_sq"):
             expected = theirs.state[p][key]
-            error = (numbers_of(back.state[p][key]).view(p.shape) - expected).abs()
+            error = (dequantized(back.state[p][key]).view(p.shape) - expected).abs()
             assert (error <= 1.01 * tolerance * expected.abs().max()).all()
     train(net, back, 1, start=8)
 
@@ -388,7 +388,7 @@ def test_fp32_state_written_into_the_optimizer_is_compressed_at_the_next_step():
     optimizer.step()
     for p in (first, second):
         assert optimizer.state[p]["step"] == 5
-        assert numbers_of(optimizer.state[p]["exp_avg"]) == pytest.approx(torch.ones(200))
+        assert dequantized(optimizer.state[p]["exp_avg"]) == pytest.approx(torch.ones(200))
 
 
 @pytest.mark.parametrize("precision", ["coat", "fp8lm"])
@@ -400,7 +400,7 @@ def test_a_part_of_a_moment_is_read_decoded(precision):
     optimizer.step()
     moment = optimizer.state[p]["exp_avg"]
     for start, length in ((0, 1000), (90, 200), (130, 1), (999, 1), (500, 0)):
-        assert torch.equal(moment.narrow(0, start, length), moment.decode()[start : start + length])
+        assert torch.equal(moment.narrow(0, start, length), moment.dequantize()[start : start + length])
 
 
 def test_tensors_flattened_together_have_scales_of_their_own():
@@ -413,7 +413,7 @@ def test_tensors_flattened_together_have_scales_of_their_own():
         optimizer.set_segments(p, segments)
         p.grad = grad.clone()
         optimizer.step()
-        exp_avg = numbers_of(optimizer.state[p]["exp_avg"])
+        exp_avg = dequantized(optimizer.state[p]["exp_avg"])
         errors.append((exp_avg[:100] / (0.1 * 1e-9) - 1).abs().max().item())
     assert errors[0] == 1  # underflown
     assert errors[1] < ROUNDING["e4m3"]

@@ -9,7 +9,7 @@ from ds_fp8.optim import adamw_step_triton as kernels
 from ds_fp8.optim.adamw import AdamStep, adamw_step_reference
 from ds_fp8.optim.masters import SplitMasters
 from ds_fp8.optim.moments import CODECS
-from tests.optim.numbers import gradients, moment, numbers_of
+from tests.optim.numbers import dequantized, gradients, moment
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [  # of the interpreter: log2(0), 0 / 0, and a NaN as an integer
@@ -54,7 +54,7 @@ def one_step(step, kept, numel, *, device=DEVICE, seed=None, segments=(), dtype=
 def assert_same_moment(left, right, codec):
     """Equal up to the choice between neighbouring codes."""
     kind = CODECS[codec]
-    left, right = numbers_of(left), numbers_of(right)
+    left, right = dequantized(left), dequantized(right)
     if codec == "fp32":
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5 * right.abs().max().item())
         return
@@ -103,7 +103,7 @@ def test_nothing_changes_where_the_step_is_to_be_skipped(kept):
 
     skipped, before = after(skip), one_step(untouched, kept, numel)
     for left, right in zip(skipped, before, strict=True):
-        assert torch.equal(numbers_of(left), numbers_of(right))
+        assert torch.equal(dequantized(left), dequantized(right))
     assert not torch.equal(after(take)[0], before[0])
 
 
@@ -113,9 +113,9 @@ def test_stochastic_rounding_is_decided_by_the_seed(kept):
     first, again, other = (one_step(kernels.adamw_step, kept, numel, seed=seed) for seed in (5, 5, 6))
     expected = one_step(adamw_step_reference, kept, numel, device="cpu")
     for index in (1, 2):
-        assert torch.equal(numbers_of(first[index]), numbers_of(again[index]))
-        assert not torch.equal(numbers_of(first[index]), numbers_of(other[index]))
-        assert is_a_neighbour(numbers_of(first[index]), numbers_of(expected[index]), CODECS[kept[index - 1]]).all()
+        assert torch.equal(dequantized(first[index]), dequantized(again[index]))
+        assert not torch.equal(dequantized(first[index]), dequantized(other[index]))
+        assert is_a_neighbour(dequantized(first[index]), dequantized(expected[index]), CODECS[kept[index - 1]]).all()
     assert torch.equal(first[0], other[0])  # the update uses the moments before they are rounded
 
 
@@ -125,7 +125,7 @@ def test_one_moment_alone_may_be_rounded_stochastically(part):
     nearest = one_step(kernels.adamw_step, kept, numel)
     mixed = one_step(kernels.adamw_step, kept, numel, seed=5, stochastic=[part])
     for index, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
-        assert torch.equal(numbers_of(mixed[index]), numbers_of(nearest[index])) == (name != part)
+        assert torch.equal(dequantized(mixed[index]), dequantized(nearest[index])) == (name != part)
 
 
 @pytest.mark.parametrize("kept", [KEPT[1], KEPT[3], KEPT[5]])
@@ -133,10 +133,10 @@ def test_stochastic_rounding_is_right_on_average(kept):
     numel, draws = 512, 8
     exact = one_step(adamw_step_reference, KEPT[0], numel, device="cpu")
     for index in (1, 2):
-        expected = numbers_of(exact[index])
+        expected = dequantized(exact[index])
         at = expected.abs() > expected.abs().view(-1, 128).amax(1).repeat_interleave(128) * 1e-3
         mean = (
-            sum(numbers_of(one_step(kernels.adamw_step, kept, numel, seed=seed)[index]) for seed in range(draws))
+            sum(dequantized(one_step(kernels.adamw_step, kept, numel, seed=seed)[index]) for seed in range(draws))
             / draws
         )
         # From moments that the codec had rounded: what it had is another half spacing of noise, the same in all draws.
@@ -155,7 +155,7 @@ def test_nan_stays_nan_when_rounded_stochastically(kept):
     )
     kernels.adamw_step(gradients(numel, 1).to(DEVICE), grad.to(DEVICE), m, v, STEP, seed=5)
     for state in (m, v):
-        assert numbers_of(state)[[5, 1030]].isnan().all()
+        assert dequantized(state)[[5, 1030]].isnan().all()
 
 
 # Bits of middles between BF16 numbers, Inf, NaN and a subnormal number; nothing changes them where lr is 0
@@ -189,7 +189,7 @@ def test_masters_of_bf16_and_corrections_are_fp32_ones(update, device, kept, num
         low = masters.bf16 if of_bf16 else low
         if of_bf16:
             masters = torch.cat([masters.read(elements) for elements in pieces])
-        found.append([x.cpu() for x in (masters, numbers_of(m), numbers_of(v), masters.bfloat16())])
+        found.append([x.cpu() for x in (masters, dequantized(m), dequantized(v), masters.bfloat16())])
         if of_bf16:
             assert torch.equal(low.cpu().nan_to_num(1.5), found[-1][-1].nan_to_num(1.5))
     for fp32, split in zip(*found, strict=True):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fp8.casts import group_amax, quantize, scale_from_amax
-from ds_fp8.casts.primitives import decode as numbers_of
-from ds_fp8.optim.masters import SplitMasters, decode, encode, kept_amax
+from ds_fp8.casts.primitives import dequantize_unscaled
+from ds_fp8.optim.masters import SplitMasters, dequantize_masters, quantize_masters, stored_amax
 
 SCALES = ["pow2", "fp32"]
 BLOCKS = "128x128"
@@ -17,14 +17,14 @@ EDGE = 448 * 2.0**-10  # Between two powers of two for a scale
 
 
 def encoded(numbers: torch.Tensor, scale_type: str):
-    scale = scale_from_amax(kept_amax(group_amax(numbers, BLOCKS), scale_type), "e4m3", scale_type)
-    return scale, *encode(numbers, scale, BLOCKS)
+    scale = scale_from_amax(stored_amax(group_amax(numbers, BLOCKS), scale_type), "e4m3", scale_type)
+    return scale, *quantize_masters(numbers, scale, BLOCKS)
 
 
 def assert_fixed(numbers: torch.Tensor, scale_type: str) -> torch.Tensor:
     """The masters of these numbers, after it has been shown that casting them changes nothing."""
     scale, codes, correction = encoded(numbers, scale_type)
-    masters = decode(codes, correction, scale, BLOCKS)
+    masters = dequantize_masters(codes, correction, scale, BLOCKS)
     again = encoded(masters, scale_type)
     assert torch.equal(again[0], scale)
     assert torch.equal(again[1].view(torch.uint8), codes.view(torch.uint8))
@@ -53,7 +53,7 @@ def test_no_master_is_further_than_half_a_step_from_its_number(scale_type):
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)) * 0.02
     x[::3] *= 2.0**-9  # subnormal codes
     scale, codes, correction = encoded(x, scale_type)
-    masters = decode(codes, correction, scale, BLOCKS)
+    masters = dequantize_masters(codes, correction, scale, BLOCKS)
     in_units = x.abs() / scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     step = (in_units.clamp_min(2.0**-6).log2().floor() - 19).exp2() * (x.abs() / in_units)
     # A whole step beside ties, where corrections stop in time; and FP32's own rounding.
@@ -64,7 +64,7 @@ def test_no_master_is_further_than_half_a_step_from_its_number(scale_type):
 @pytest.mark.parametrize("scale_type", SCALES)
 def test_ties_zeros_and_what_is_not_finite(scale_type):
     """Every code, every middle between two, both signs, and their neighbours."""
-    codes = numbers_of(torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn))
+    codes = dequantize_unscaled(torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn))
     middles = (codes[1:] + codes[:-1]) / 2
     x = torch.cat([codes, middles, middles * (1 + 2.0**-22), middles * (1 - 2.0**-22), torch.zeros(5)])
     masters = assert_fixed(torch.stack([x, -x]), scale_type)
@@ -73,7 +73,7 @@ def test_ties_zeros_and_what_is_not_finite(scale_type):
     assert not assert_fixed(torch.zeros(3, 4), scale_type).any()
     for bad in (torch.nan, torch.inf):
         scale, found, correction = encoded(torch.tensor([[1.0, bad]]), scale_type)
-        assert decode(found, correction, scale, BLOCKS).isnan().all()
+        assert dequantize_masters(found, correction, scale, BLOCKS).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_small_updates_survive(scale_type, lr, most):
         update = lr * (0.3 * direction + noise).clamp(-1, 1)
         exact += update
         scale, codes, correction = encoded(kept + update.float(), scale_type)
-        kept = decode(codes, correction, scale, BLOCKS)
+        kept = dequantize_masters(codes, correction, scale, BLOCKS)
         bf16 = (bf16 + update).bfloat16()
     displacement = (exact - start).norm()
     assert (kept - exact).norm() / displacement < most
@@ -104,14 +104,14 @@ def test_small_updates_survive(scale_type, lr, most):
 
 def split(numbers: torch.Tensor) -> SplitMasters:
     kept = SplitMasters.of(torch.zeros(len(numbers), dtype=torch.bfloat16))
-    kept.encode(numbers)
+    kept.write_all(numbers)
     return kept
 
 
 def assert_exact(numbers: torch.Tensor):
     kept = split(numbers)
     assert torch.equal(kept.bf16.view(torch.int16), numbers.bfloat16().view(torch.int16))
-    found, real = kept.decode(), ~numbers.isnan()
+    found, real = kept.read_all(), ~numbers.isnan()
     assert torch.equal(found.view(torch.int32)[real], numbers.view(torch.int32)[real])
     assert found[~real].isnan().all()
 
@@ -135,4 +135,4 @@ def test_bf16_and_corrections_are_any_fp32(seed, numel):
 
 def test_bf16_alone_is_its_masters():
     bf16 = torch.randn(1000).bfloat16()
-    assert torch.equal(SplitMasters.of(bf16).decode(), bf16.float())
+    assert torch.equal(SplitMasters.of(bf16).read_all(), bf16.float())

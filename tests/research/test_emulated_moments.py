@@ -10,7 +10,7 @@ import torch
 
 from ds_fp8.config.formats import FORMATS
 from ds_fp8.optim import AdamW
-from ds_fp8.optim.moments import CODECS, decode, encode
+from ds_fp8.optim.moments import CODECS, dequantize_moment, quantize_moment
 from ds_fp8.research.formats import EMULATED
 from tests.optim.numbers import SCALES, awkward, gradients
 
@@ -21,13 +21,13 @@ SOME = ("int8", "int4", "log8", "e3m4", "e2m1")
 @pytest.mark.parametrize("codec", EMULATED)
 def test_every_number_becomes_the_nearest_of_its_group(codec, scale):
     x, kind = gradients(300, spread=1), CODECS[codec]
-    encoded = encode(x, kind, "1x128", scale)
-    assert encoded.codes.dtype is torch.uint8
+    quantized = quantize_moment(x, kind, "1x128", scale)
+    assert quantized.data.dtype is torch.uint8
     numbers = torch.tensor(FORMATS[codec].codec.magnitudes, dtype=torch.float64)
-    for group, (part, factor) in enumerate(zip(x.split(128), encoded.scale, strict=True)):
+    for group, (part, factor) in enumerate(zip(x.split(128), quantized.scale, strict=True)):
         assert 0.49 * kind.max < part.abs().max() / factor <= kind.max
         distance = (part.abs().double()[:, None] - numbers * factor.double()).abs().amin(1)
-        found = decode(encoded, kind)[128 * group :][: len(part)].double()
+        found = dequantize_moment(quantized, kind)[128 * group :][: len(part)].double()
         assert ((found - part).abs() <= distance * (1 + 1e-5) + 2e-7 * part.abs()).all()
 
 
@@ -39,11 +39,13 @@ def test_decoding_and_encoding_again_changes_nothing(codec, scale, noisy):
     for granularity in ("1x128", "tensor"):
         for name, x in {"spread": gradients(1000, spread=4), **awkward()}.items():
             noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) if noisy else None
-            first = encode(x, kind, granularity, scale, never_zero=True, noise=noise)
-            numbers = decode(first, kind, granularity)
+            first = quantize_moment(x, kind, granularity, scale, never_zero=True, noise=noise)
+            numbers = dequantize_moment(first, kind, granularity)
             assert numbers.isfinite().all(), name
             assert ((numbers == 0) == (x.abs() < 2.0**-126)).all(), name
-            second = decode(encode(numbers, kind, granularity, scale, never_zero=True), kind, granularity)
+            second = dequantize_moment(
+                quantize_moment(numbers, kind, granularity, scale, never_zero=True), kind, granularity
+            )
             # What rounding took below FP32's normal numbers counts as zero.
             expected = torch.where(numbers.abs() < 2.0**-126, 0.0, numbers)
             torch.testing.assert_close(second, expected, rtol=0 if codec != "log8" else 3e-7, atol=0, msg=name)
@@ -52,7 +54,10 @@ def test_decoding_and_encoding_again_changes_nothing(codec, scale, noisy):
 @pytest.mark.parametrize("codec", SOME)
 def test_noise_is_right_on_average_and_hits_the_neighbours_only(codec):
     x, kind, generator = gradients(128, spread=1).abs(), CODECS[codec], torch.Generator().manual_seed(0)
-    draws = [decode(encode(x, kind, noise=torch.rand(128, generator=generator)), kind) for _ in range(400)]
+    draws = [
+        dequantize_moment(quantize_moment(x, kind, noise=torch.rand(128, generator=generator)), kind)
+        for _ in range(400)
+    ]
     columns = torch.stack(draws)
     assert all(len(column.unique()) <= 2 for column in columns.t())
     spacing = columns.amax(0) - columns.amin(0)

@@ -9,7 +9,7 @@ import torch
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from ds_fp8.research.formats import ResearchSpec, cast_matrix
 from ds_fp8.zero.param import ReferenceShardCast
 from tests.zero import models
@@ -34,7 +34,7 @@ def trained(fp8):
             master = models.full_master(module.weight)
             expected = cast_matrix(master, spec)
             module.weight.all_gather_coalesced([module.weight]).wait()
-            gathered = getattr(module.weight, GATHERED)
+            gathered = getattr(module.weight, UNSHARDED)
             same.append(torch.equal(gathered.dequantize(), expected.dequantize()))
             module.weight.partition()
     text = " ".join(printed.getvalue().replace("│", " ").split())

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from ds_fp8.train.served_model import load_served_model
 from ds_fp8.train.stored_model import stored_tensors
 from tests.train.test_stored_model import load as trained
@@ -134,7 +134,7 @@ def write(folder, method, kind="llama", sizes=WHOLE, fused=False, forget=(), sca
 def served_weight(model, name):
     """A weight as evaluation has it: of products of codes what these stand for."""
     parameter = model.get_parameter(name)
-    held = getattr(parameter, GATHERED, None)
+    held = getattr(parameter, UNSHARDED, None)
     return parameter.detach() if held is None else held.dequantize(torch.bfloat16)
 
 

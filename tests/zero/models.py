@@ -13,7 +13,7 @@ from torch import nn
 
 import ds_fp8.engine.attach
 import ds_fp8.engine.initialize
-from ds_fp8.layers.linear.weights import GATHERED, GROUP
+from ds_fp8.layers.linear.weights import GROUP, UNSHARDED
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -161,12 +161,12 @@ def unsharded(weights) -> list:
     """What weights are gathered as for their modules: their casts."""
     weights = list(weights)
     weights[0].all_gather_coalesced(weights).wait()
-    found = [getattr(weight, GATHERED) for weight in weights]
+    found = [getattr(weight, UNSHARDED) for weight in weights]
     for weight in weights:
         assert weight.isnan().all(), "the placeholder must be loud"
         assert weight.untyped_storage().nbytes() == 2
         weight.partition()
-        assert getattr(weight, GATHERED) is None
+        assert getattr(weight, UNSHARDED) is None
     return found
 
 

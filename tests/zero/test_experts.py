@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.experts.experts import FP8Experts
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from tests.layers.hugging_face import SIZES
 from tests.layers.moe import EXPERTS, mixture
 from tests.zero import models
@@ -71,7 +71,7 @@ def gathered_against_whole(architecture, steps):
         whole = quantize(master.flatten(0, 1), "e4m3", "128x128")
         alone = torch.cat([quantize(expert, "e4m3", "128x128").data.view(torch.uint8) for expert in master])
         weight.all_gather_coalesced([weight]).wait()
-        ours = getattr(weight, GATHERED)
+        ours = getattr(weight, UNSHARDED)
         codes = ours.data.view(torch.uint8)
         assert weight.isnan().all()
         assert weight.shape == master.shape
@@ -82,7 +82,7 @@ def gathered_against_whole(architecture, steps):
             torch.equal(ours.scale, whole.scale),
         )
         weight.partition()
-        assert getattr(weight, GATHERED) is None
+        assert getattr(weight, UNSHARDED) is None
     return result
 
 
@@ -224,7 +224,7 @@ def gradients(section, routing, implementation, recompute, accumulate, steps, ze
             result = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
         engine.step()
         assert loss.isfinite()
-    held = [p for p in engine.module.parameters() if getattr(p, GATHERED, None) is not None]
+    held = [p for p in engine.module.parameters() if getattr(p, UNSHARDED, None) is not None]
     assert not held, "a gathered weight was not released"
     return result
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from ds_fp8.train.model import shard_one_by_one
 from ds_fp8.zero.param import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm
@@ -44,7 +44,7 @@ def over_all_ranks(number):
 
 def gathered(weight):
     weight.all_gather_coalesced([weight]).wait()
-    numbers = getattr(weight, GATHERED).dequantize()
+    numbers = getattr(weight, UNSHARDED).dequantize()
     weight.partition()
     return numbers
 

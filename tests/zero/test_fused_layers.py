@@ -42,7 +42,7 @@ def train(section, world):
         logits = engine(input_ids=tokens(1, 9)).logits.float()
         generated = engine.module.generate(tokens(1, 9), max_new_tokens=2, do_sample=False, synced_gpus=True)
     report = engine.fp8.report
-    held = [p for p in engine.module.parameters() if getattr(p, weights.GATHERED, None) is not None]
+    held = [p for p in engine.module.parameters() if getattr(p, weights.UNSHARDED, None) is not None]
     return losses, models.bf16_weights(engine), (views, report.get("fused_layers"), logits, generated, len(held))
 
 
@@ -212,7 +212,7 @@ def gathers(section, zero):
         ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
         losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
     weights._stacked, weights.extend_weight, AllGather.allocate = stacked, extend, take
-    held = [p for p in engine.module.parameters() if getattr(p, weights.GATHERED, None) is not None]
+    held = [p for p in engine.module.parameters() if getattr(p, weights.UNSHARDED, None) is not None]
     return (losses, seen["copy"], seen["view"] > 0, seen["block"], len(held)), seen["parted"] > 0
 
 

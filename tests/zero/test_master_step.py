@@ -8,9 +8,9 @@ import torch
 from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.optim.adamw import AdamStep
-from ds_fp8.optim.masters import kept_amax
+from ds_fp8.optim.masters import stored_amax
 from ds_fp8.zero.coded_masters import ReferenceStep
-from tests.optim.numbers import gradients, moment, numbers_of
+from tests.optim.numbers import dequantized, gradients, moment
 from tests.optim.test_kernels import assert_same_moment
 from tests.zero.shard_casts import DEVICE, buffer_of, weights_of
 
@@ -57,13 +57,13 @@ class Rank:
 def stepped(make, world, scale, kept, of_user=(), **options):
     """Ranks behind a step."""
     amax = torch.full_like(buffer_of(weights_of(0, 1, "128x128", DEVICE, SHAPES)), 0.1)
-    scales = scale_from_amax(kept_amax(amax, scale), "e4m3", scale)
+    scales = scale_from_amax(stored_amax(amax, scale), "e4m3", scale)
     ranks = [Rank(rank, world, scale, kept, scales, of_user) for rank in range(world)]
     found, finish = [], []
     for rank in ranks:
         found.append(torch.zeros_like(amax))
         finish.append(make(rank.members)(scales, found[-1], rank.gradient, *rank.moments, STEP, **options))
-    new = scale_from_amax(kept_amax(torch.stack(found).amax(0), scale), "e4m3", scale)
+    new = scale_from_amax(stored_amax(torch.stack(found).amax(0), scale), "e4m3", scale)
     for rank, last in zip(ranks, finish, strict=True):
         last(new, options.get("skip"))
         for weight in rank.weights:
@@ -105,7 +105,7 @@ def test_nothing_is_written_where_the_step_is_skipped(world):
         found, _ = stepped(make, world, "pow2", "e4m3_expanded", skip=skip)
         for one, other in zip(found, untouched, strict=True):
             for left, right in zip((*one.moments, *one.masters()), (*other.moments, *other.masters()), strict=True):
-                assert torch.equal(numbers_of(left), numbers_of(right))
+                assert torch.equal(dequantized(left), dequantized(right))
 
 
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
@@ -115,14 +115,14 @@ def test_the_kernels_codes_are_those_of_torch(scale):
     ranks, new = [], None
     for make in (ReferenceStep, kernels.TileStep):
         amax = torch.full_like(buffer_of(weights_of(0, 1, "128x128", DEVICE, SHAPES)), 0.1)
-        scales = scale_from_amax(kept_amax(amax, scale), "e4m3", scale)
+        scales = scale_from_amax(stored_amax(amax, scale), "e4m3", scale)
         rank = Rank(0, 1, scale, "fp32", scales)
         for weight in rank.weights:
             weight.data.copy_(torch.arange(weight.shard.numel, device=DEVICE) % 127)
             weight.correction.copy_(torch.arange(weight.shard.numel, device=DEVICE) % 65521 % 15000)
         found = torch.zeros_like(amax)
         finish = make(rank.members)(scales, found, rank.gradient, *rank.moments, still)
-        new = scale_from_amax(kept_amax(found, scale), "e4m3", scale)
+        new = scale_from_amax(stored_amax(found, scale), "e4m3", scale)
         finish(new, None)
         ranks.append((rank, new))
     (one, first), (other, second) = ranks

@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from ds_fp8.layers.linear.weights import GATHERED, fprop_weight
+from ds_fp8.layers.linear.weights import UNSHARDED, fprop_weight
 from ds_fp8.zero import collectives
 from ds_fp8.zero.deepspeed.parameters import master_shard
 from tests.zero import models
@@ -60,7 +60,7 @@ def sent_and_allocated():
         models.train(engine, 2)
     gather(engine, weights)
     inside = codes.untyped_storage().data_ptr()
-    return [getattr(weight, GATHERED).data.untyped_storage().data_ptr() == inside for weight in weights]
+    return [getattr(weight, UNSHARDED).data.untyped_storage().data_ptr() == inside for weight in weights]
 
 
 def test_nothing_is_sent_or_copied(ranks):

@@ -10,7 +10,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
 from tests.zero.test_training import QUIET
@@ -86,7 +86,7 @@ def train_and_look(case, fp8):
     gathered = engine.fp8.wire.take()["all_gather_bytes"]
     engine.step()
     weights = [m.weight for m in engine.module.modules() if isinstance(m, FP8Linear)]
-    left_behind = [weight for weight in weights if getattr(weight, GATHERED) is not None]
+    left_behind = [weight for weight in weights if getattr(weight, UNSHARDED) is not None]
     return losses, norm, gathered, len(left_behind), count_wrong(engine, weights) if weights else 0
 
 
@@ -100,7 +100,7 @@ def count_wrong(engine, weights):
     weights[0].all_gather_coalesced(weights).wait()
     wrong = 0
     for weight, master in zip(weights, masters, strict=True):
-        gathered = getattr(weight, GATHERED)
+        gathered = getattr(weight, UNSHARDED)
         wrong += not torch.equal(gathered.dequantize(), quantize(master, "e4m3", gathered.granularity).dequantize())
         weight.partition()
     return wrong
@@ -186,7 +186,7 @@ def generate_between_steps(leaf):
     engine.train()
     losses = first + train(2, start=2)
     weights = [m.weight for m in engine.module.modules() if isinstance(m, FP8Linear)]
-    left = sum(getattr(weight, GATHERED) is not None for weight in weights)
+    left = sum(getattr(weight, UNSHARDED) is not None for weight in weights)
 
     engine = engine_of_llama(leaf)
     return text[:, 5:], greedy, losses, train(4), len(weights), left

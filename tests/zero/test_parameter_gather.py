@@ -4,7 +4,7 @@ import torch
 
 from ds_fp8.casts import quantize
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 from tests.zero import models
 
 SPECS = {"infir2": ("e4m3", "128x128"), "tensorwise": ("e4m3", "tensor"), "rowwise": ("e4m3", "row")}
@@ -39,12 +39,12 @@ def look_at_gathered(engine, preset):
     gather(engine, weights.values())
     result = {}
     for name, weight in weights.items():
-        ours, whole = getattr(weight, GATHERED), expected[name]
+        ours, whole = getattr(weight, UNSHARDED), expected[name]
         result[name] = models.same_cast(ours, whole)
         assert weight.isnan().all(), "the placeholder must be loud"
         assert weight.untyped_storage().nbytes() == 2
         weight.partition()
-        assert getattr(weight, GATHERED) is None
+        assert getattr(weight, UNSHARDED) is None
     return result
 
 
@@ -80,7 +80,7 @@ def emulated_against_whole():
     for name, module in fp8_linears(engine).items():
         whole = quantize(models.full_master(module.weight), *EMULATED[name])
         gather(engine, [module.weight])
-        ours = getattr(module.weight, GATHERED)
+        ours = getattr(module.weight, UNSHARDED)
         assert (ours.spec, ours.data.dtype) == (whole.spec, torch.uint8)
         numbers = torch.equal(ours.dequantize(), whole.dequantize())
         result[name] = numbers and models.same_cast(ours, whole)

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fp8.casts import quantize
-from ds_fp8.layers.linear.weights import GATHERED, can_stack, stacked_operand
+from ds_fp8.layers.linear.weights import UNSHARDED, can_stack, stacked_weight
 from ds_fp8.zero.param import SCALE_ALIGNMENT
 from tests.zero import models
 from tests.zero.test_parameter_gather import SECTIONS, SPECS, fp8_linears, gather
@@ -37,13 +37,13 @@ def release(weights):
 
 
 def codes(weight):
-    return getattr(weight, GATHERED).data.view(torch.uint8)
+    return getattr(weight, UNSHARDED).data.view(torch.uint8)
 
 
 def right(weights, masters, preset):
     """Whether every gathered weight is the cast of its whole master tensor."""
     return all(
-        models.same_cast(getattr(w, GATHERED), quantize(m, *SPECS[preset]))
+        models.same_cast(getattr(w, UNSHARDED), quantize(m, *SPECS[preset]))
         for w, m in zip(weights, masters, strict=True)
     )
 
@@ -64,13 +64,13 @@ def whole_product_gathered_together(preset):
         ends = [codes(weight).data_ptr() + weight.ds_numel for weight in weights]
         seen["adjacent"] = all(codes(w).data_ptr() == end for w, end in zip(weights[1:], ends[:-1], strict=True))
         if can_stack(sizes, SPECS[preset][1]):
-            stacked = stacked_operand(weights, layer.join.recipe)
+            stacked = stacked_weight(weights, layer.join.recipe)
             seen["view"] = stacked.data.data_ptr() == codes(weights[0]).data_ptr()
             if preset == "tensorwise":
                 parts = [quantize(m, *SPECS[preset]).dequantize() for m in masters]
                 seen["whole"] = torch.equal(stacked.dequantize(), torch.cat(parts))
             else:
-                seen["view"] &= stacked.scale.data_ptr() == getattr(weights[0], GATHERED).scale.data_ptr()
+                seen["view"] &= stacked.scale.data_ptr() == getattr(weights[0], UNSHARDED).scale.data_ptr()
                 seen["whole"] = models.same_cast(stacked, quantize(torch.cat(masters), *SPECS[preset]))
         release([*weights, *others])
         result.append(seen)
@@ -102,10 +102,10 @@ def fetched_apart(sizes_of_layers, fetches):
         gather(engine, [join])
         for fetch in fetches:
             some = [weights[i] for i in fetch if i < len(weights)]
-            release([weight for weight in some if getattr(weight, GATHERED) is not None])
+            release([weight for weight in some if getattr(weight, UNSHARDED) is not None])
             if some:
                 gather(engine, some)
-        stacked = stacked_operand(weights, layer.join.recipe)
+        stacked = stacked_weight(weights, layer.join.recipe)
         same = models.same_cast(stacked, quantize(torch.cat(masters[:-1]), *SPECS["infir2"]))
         view = stacked.data.data_ptr() == codes(weights[0]).data_ptr()
         result.append((right([*weights, join], masters, "infir2"), same, view, len(weights)))
@@ -176,13 +176,13 @@ def stacked_where_it_is_used(leaf):
     found = []
 
     def look(layer, _):
-        stacked = stacked_operand(layer.weights(), layer.join.recipe)
+        stacked = stacked_weight(layer.weights(), layer.join.recipe)
         found.append(stacked.data.data_ptr() == codes(layer.weights()[0]).data_ptr())
 
     for layer in engine.module.layers:
         layer.register_forward_pre_hook(look)
     models.train(engine, 2)
-    return found, [name for name, m in fp8_linears(engine).items() if getattr(m.weight, GATHERED) is not None]
+    return found, [name for name, m in fp8_linears(engine).items() if getattr(m.weight, UNSHARDED) is not None]
 
 
 def test_a_leaf_module_finds_its_product_stacked_and_leaves_nothing_behind(ranks):
@@ -206,11 +206,11 @@ def scale_layouts():
     engine = build(SIZES)
     weights = [m.weight for m in fp8_linears(engine).values()]
     gather(engine, weights)
-    scales = [getattr(weight, GATHERED).scale for weight in weights]
+    scales = [getattr(weight, UNSHARDED).scale for weight in weights]
     again = [scale.data_ptr() for scale in scales]
     release(weights)
     gather(engine, weights)
-    once = again == [getattr(weight, GATHERED).scale.data_ptr() for weight in weights]
+    once = again == [getattr(weight, UNSHARDED).scale.data_ptr() for weight in weights]
     finite = torch.empty(0).set_(scales[0].untyped_storage()).isfinite().all().item()
     return [(s.shape, s.stride(), s.data_ptr() % (4 * SCALE_ALIGNMENT)) for s in scales], finite, once
 

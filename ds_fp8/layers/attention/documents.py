@@ -35,7 +35,7 @@ LONG = 16384
 
 _COUNT = "ds_fp8_documents"
 _RUN = "ds_fp8_first_of_run"
-_WHOLE = "ds_fp8_whole"
+_FULL = "ds_fp8_full"
 _ENDS = "ds_fp8_document_ends"
 _fixed: int | None = None
 
@@ -93,17 +93,17 @@ def note_as(here: torch.Tensor, there: torch.Tensor) -> None:
     _note(there, _RUN, -1 if first is None else first)
 
 
-def whole(mask: torch.Tensor) -> bool:
+def is_full(mask: torch.Tensor) -> bool:
     """Return whether a padding mask [rows, tokens] is all ones; one host sync a tensor."""
-    ones = _noted(mask, _WHOLE)
+    ones = _noted(mask, _FULL)
     if ones is None:
         ones = bool(mask.all())
-        note_whole(mask, ones)
+        mark_full(mask, ones)
     return ones
 
 
-def note_whole(mask: torch.Tensor, ones: bool) -> None:
-    _note(mask, _WHOLE, ones)
+def mark_full(mask: torch.Tensor, ones: bool) -> None:
+    _note(mask, _FULL, ones)
 
 
 def ends(begins: torch.Tensor, most: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ds_fp8.casts import QuantizedTensor, quantize
-from ds_fp8.casts.primitives import cast, decode, scale_from_amax
+from ds_fp8.casts.primitives import dequantize_unscaled, quantize_with_scale, scale_from_amax
 from ds_fp8.config.formats import FORMATS
 from ds_fp8.layers.attention import cudnn
 from ds_fp8.layers.attention.cudnn import BACKWARD, FORWARD, P_SCALE, GradientScales, Saved
@@ -219,7 +219,7 @@ class Reference:
         sums = p.sum(-1, keepdim=True)
         o = _round_p(p) @ _heads(v, groups) / sums
         log_sums = (largest + sums.log()).squeeze(-1)
-        return cast(o.transpose(1, 2), v.scale, FORWARD, "tensor"), log_sums
+        return quantize_with_scale(o.transpose(1, 2), v.scale, FORWARD, "tensor"), log_sums
 
     def backward(self, saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
         groups = saved.q.shape[2] // saved.k.shape[2]
@@ -230,10 +230,10 @@ class Reference:
         p = (_scores(saved.q, saved.k, saved.scaling) - saved.log_sums[..., None]).exp()
         dv = _round_p(p).mT @ do
         ds = saved.scaling * p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
-        ds = decode(cast(ds, scales.ds, BACKWARD, "tensor")) * scales.ds
+        ds = dequantize_unscaled(quantize_with_scale(ds, scales.ds, BACKWARD, "tensor")) * scales.ds
         dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ q, dv))
         found = zip((ds @ k, dk, dv), scales[1:], strict=True)
-        return tuple(cast(x.transpose(1, 2), scale, BACKWARD, "tensor") for x, scale in found)
+        return tuple(quantize_with_scale(x.transpose(1, 2), scale, BACKWARD, "tensor") for x, scale in found)
 
 
 def gradient_scales(
@@ -267,7 +267,7 @@ def softmax_scale(q: torch.Tensor, scaling: float | None) -> float:
 
 def dequantize_exactly(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Dequantize FP8 data by powers of two, which broadcast: exact in BF16."""
-    return decode(data, dtype).mul_(scale.to(dtype))
+    return dequantize_unscaled(data, dtype).mul_(scale.to(dtype))
 
 
 def _heads(x: QuantizedTensor, groups: int = 1) -> torch.Tensor:
@@ -282,4 +282,4 @@ def _scores(q: QuantizedTensor, k: QuantizedTensor, scaling: float) -> torch.Ten
 
 
 def _round_p(p: torch.Tensor) -> torch.Tensor:
-    return decode((p * P_SCALE).to(FORMATS[FORWARD].dtype)) / P_SCALE
+    return dequantize_unscaled((p * P_SCALE).to(FORMATS[FORWARD].dtype)) / P_SCALE

@@ -28,7 +28,7 @@ from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, r
 from ds_fp8.layers.linear.adapters import Adapters
 from ds_fp8.layers.linear.linear import Swapped, swapped_class
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, gathered_for_backward, split_rows
+from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, split_rows, unshard_for_backward
 
 # Kernels of scaled_dot_product_attention in the order of their speed, with torch's switch of each
 FASTEST_FIRST = {
@@ -77,7 +77,7 @@ class _NormedHeads(torch.autograd.Function):
         x, rstd, cos, sin, qkv, *low_rank = ctx.saved_tensors
         heads, recipe, weights, norm = ctx.heads, ctx.heads.recipe, ctx.weights, ctx.norm
         # ZeRO-3 unshards the layer when a gradient reaches its output; gradients of a KV cache arrive by another way.
-        gathered_for_backward(weights[0])
+        unshard_for_backward(weights[0])
         norms, has_bias = ctx.head_norms, ctx.biases[0] is not None
         bias = torch.cat(ctx.biases) if has_bias and norms is not None else None
         # One matrix [T, N]: dgrad and wgrad of q, k and v are one product each.
@@ -87,13 +87,13 @@ class _NormedHeads(torch.autograd.Function):
             dbiases = split_rows(dqkv.sum(0), ctx.biases)
         stacked, factor = dgrad_weight(weights, recipe)
         wants_wgrad = any(weight.requires_grad for weight in weights)
-        dqkv_rowwise, dqkv_columnwise = recipe.cast_grad_output(dqkv, True, wants_wgrad, factor)
+        dqkv_rowwise, dqkv_columnwise = recipe.quantize_grad_output(dqkv, True, wants_wgrad, factor)
         dn = recipe.multiply(dqkv_rowwise, stacked, dqkv.dtype)
         x_TH = x.reshape(-1, x.shape[-1])
         of_adapters = ctx.adapters.backward(dqkv, dn, low_rank, x_TH, rstd, norm)
         dweights = (None, None, None)
         if wants_wgrad:
-            n_columnwise = recipe.cast_input_columnwise(x_TH, rstd, norm)
+            n_columnwise = recipe.quantize_input_columnwise(x_TH, rstd, norm)
             dweights = split_rows(recipe.multiply(dqkv_columnwise, n_columnwise, weights[0].dtype), weights)
         dx, dnorm = rms_norm_backward(dn, x_TH, norm, rstd, dresidual.reshape(x_TH.shape))
         if norms is not None:

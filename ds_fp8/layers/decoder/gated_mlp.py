@@ -31,11 +31,11 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import SCALE_TYPES
 from ds_fp8.gemm import why_not_in_fp32
 from ds_fp8.layers.decoder.rms_norm import rms_norm_backward, rms_norm_quantize
-from ds_fp8.layers.linear.adapters import Adapters, Kept
+from ds_fp8.layers.linear.adapters import Adapters, SavedAdapters
 from ds_fp8.layers.linear.gated_activation import (
     Saved,
     gated_activation_backward,
-    gated_activation_cast,
+    gated_activation_forward,
     saved_from,
     tensors_of,
 )
@@ -74,12 +74,12 @@ class SavedMLP(NamedTuple):
     """Tensors that a gated MLP saves for backward, apart from its input."""
 
     gate_up: Saved | None = None  # [T, 2F]; None: recomputed
-    gate_up_adapters: Kept = ()
-    down_adapters: Kept = ()
+    gate_up_adapters: SavedAdapters = ()
+    down_adapters: SavedAdapters = ()
 
     @classmethod
     def of_tensors(cls, tensors: list, adapters: MLPAdapters, down: LinearRecipe) -> SavedMLP:
-        first, second = adapters.gate_up.kept, adapters.gate_up.kept + adapters.down.kept
+        first, second = adapters.gate_up.saved_count, adapters.gate_up.saved_count + adapters.down.saved_count
         return cls(saved_from(tensors[second:], down), tensors[:first], tensors[first:second])
 
     @property
@@ -108,7 +108,7 @@ class GatedMLP:
         gate_up_adapters = adapters.gate_up.project(*n)
         gate_up = adapters.gate_up.add(self._gate_up(quantized, weights, dtype), gate_up_adapters)
         save = save and self.gate_up.recompute != "mlp"
-        p_quantized, saved, p = gated_activation_cast(
+        p_quantized, saved, p = gated_activation_forward(
             gate_up, self.activation, self.down, save, product=bool(adapters.down)
         )
         down_adapters = adapters.down.project(p)
@@ -136,15 +136,15 @@ class GatedMLP:
         gate_up = saved.gate_up
         wants = [weight.requires_grad for weight in weights]
         if gate_up is None:
-            gate_up = self._gate_up(recipe.cast_whole_input(*n), weights, dtype)
+            gate_up = self._gate_up(recipe.quantize_input_with_outliers(*n), weights, dtype)
             gate_up = adapters.gate_up.add(gate_up, saved.gate_up_adapters)
             if recipe.save == "fp8":
                 # rounded as recompute "none" saves it: the gradients have the same bits
-                gate_up = gated_activation_cast(gate_up, self.activation, self.down).saved
+                gate_up = gated_activation_forward(gate_up, self.activation, self.down).saved
         #     dp = dy Wdown';  dgate_up = act'(...) dp;  dn = dgate_up Wgate_up
         #     dWdown = dy' p;  dWgate_up = dgate_up' n                  both sides quantized along the tokens
         w_down, factor = dgrad_weight([weights.down], self.down)
-        dy_quantized, dy_columnwise = self.down.cast_grad_output(dy, True, wants[2], factor)
+        dy_quantized, dy_columnwise = self.down.quantize_grad_output(dy, True, wants[2], factor)
         dp = self.down.multiply(dy_quantized, w_down, dtype)
         du_down, db_down = adapters.down.output_backward(dy, saved.down_adapters)
         adapters.down.add_to_input(dp, du_down, saved.down_adapters)
@@ -173,7 +173,7 @@ class GatedMLP:
             ddown = self.down.multiply(dy_columnwise, gradients.product_columnwise, wgrad_dtype or weights.down.dtype)
         if wants[0] or wants[1]:
             # One product for both weights; n is quantized along the tokens as late as here.
-            n_columnwise = n_columnwise or recipe.cast_input_columnwise(*n)
+            n_columnwise = n_columnwise or recipe.quantize_input_columnwise(*n)
             stacked = recipe.multiply(gradients.dgate_up_columnwise, n_columnwise, wgrad_dtype or weights.gate.dtype)
             dgate, dup = split_rows(stacked, weights[:2])
         return dn, (dgate, dup, ddown, *of_adapters)
@@ -198,11 +198,11 @@ class _UntiledMLP(torch.autograd.Function):
             hidden, rstd, quantized = rms_norm_quantize(x_TH, norm, eps, recipe, residual.reshape(x_TH.shape))
             n, saved_input = MLPInput(hidden, rstd, norm), (hidden, rstd)
         elif n_in_fp8:
-            quantized, columnwise = recipe.cast_input_both(x_TH)
+            quantized, columnwise = recipe.quantize_input_both(x_TH)
             quantized, saved_input = recipe.with_outliers(quantized, x_TH), (columnwise.data, columnwise.scale)
             n = MLPInput(x_TH)
         else:
-            quantized, n = recipe.cast_whole_input(x_TH), MLPInput(x_TH)
+            quantized, n = recipe.quantize_input_with_outliers(x_TH), MLPInput(x_TH)
             saved_input = (x_TH if needs_x or wants_wgrad else None), None
         y, saved = mlp.forward(quantized, weights, x.dtype, save, adapters, n)
         ctx.mlp, ctx.weights, ctx.norm, ctx.n_in_fp8, ctx.adapters = mlp, weights, norm, n_in_fp8, adapters
@@ -216,7 +216,7 @@ class _UntiledMLP(torch.autograd.Function):
     def backward(ctx, dy):
         hidden, rstd, *tensors = ctx.saved_tensors
         mlp, norm, adapters = ctx.mlp, ctx.norm, ctx.adapters
-        n = mlp.gate_up.kept_input(hidden, rstd) if ctx.n_in_fp8 else MLPInput(hidden, rstd, norm)
+        n = mlp.gate_up.saved_input(hidden, rstd) if ctx.n_in_fp8 else MLPInput(hidden, rstd, norm)
         saved = SavedMLP.of_tensors(tensors, adapters, mlp.down)
         dn, gradients = mlp.backward(dy.reshape(-1, dy.shape[-1]), ctx.weights, saved, n, adapters=adapters)
         of_weights, of_adapters = gradients[:3], gradients[3:]
@@ -236,7 +236,7 @@ class _TiledMLP(torch.autograd.Function):
             hidden, rstd = torch.empty_like(x_TH), torch.empty(len(x_TH), device=x.device)
         for rows in _tiles(len(x_TH), recipe):
             if norm is None:
-                quantized = recipe.cast_whole_input(x_TH[rows])
+                quantized = recipe.quantize_input_with_outliers(x_TH[rows])
             else:
                 hidden[rows], rstd[rows], quantized = rms_norm_quantize(x_TH[rows], norm, eps, recipe, residual[rows])
             output = mlp.forward(quantized, weights, x.dtype, save=False)[0]

@@ -38,7 +38,7 @@ def rms_norm_quantize(
         hidden = x if residual is None else x + residual
         rstd, quantized = torch.rsqrt(hidden.float().square().mean(-1) + eps), None
     if quantized is None:
-        quantized = recipe.cast_input(hidden, rstd, weight)
+        quantized = recipe.quantize_input(hidden, rstd, weight)
     else:
         recipe.observe("input", hidden, quantized, rstd, weight)
     return QuantizedNorm(hidden, rstd, recipe.with_outliers(quantized, hidden, rstd, weight))

@@ -41,7 +41,7 @@ from ds_fp8.layers.experts.selection import expert_weights, recipe_of_experts, s
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gating_of
 from ds_fp8.layers.linear.linear import Swapped, runs_eagerly, swapped_class
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 
 # Attributes of a module of experts
 PRODUCTS = "expert_products"  # its ExpertProducts
@@ -130,7 +130,7 @@ class FP8Experts(Swapped):
 
 
 def _quantized(weight: nn.Parameter) -> QuantizedTensor | None:
-    return getattr(weight, GATHERED, None)
+    return getattr(weight, UNSHARDED, None)
 
 
 @torch.no_grad()
@@ -155,7 +155,7 @@ def dequantize_rows(
 
 
 def _dequantize_blocks(weight: nn.Parameter, first: int, rows: int | None) -> torch.Tensor:
-    quantized: QuantizedTensor = getattr(weight, GATHERED)
+    quantized: QuantizedTensor = getattr(weight, UNSHARDED)
     rows = quantized.shape[0] if rows is None else rows
     # all blocks of the rows: a scale is a block's
     begin, end = first // BLOCK * BLOCK, math.ceil((first + rows) / BLOCK) * BLOCK

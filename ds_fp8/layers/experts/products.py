@@ -39,13 +39,13 @@ from ds_fp8.layers.experts.layout import (
 from ds_fp8.layers.linear.gated_activation import (
     Saved,
     gated_activation_backward,
-    gated_activation_cast,
+    gated_activation_forward,
     saved_from,
     tensors_of,
 )
 from ds_fp8.layers.linear.linear import LAYERS
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import GATHERED
+from ds_fp8.layers.linear.weights import UNSHARDED
 
 
 class ExpertWeights(NamedTuple):
@@ -99,8 +99,8 @@ def unsupported(recipe: LinearRecipe) -> str | None:
 
 def quantized_experts(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
     """Return the weight [E, N, K] quantized as [E * N, K]: the unsharded FP8 weight, or quantized here."""
-    unsharded = getattr(weight, GATHERED, None)
-    return recipe.cast_weight(weight.detach().flatten(0, 1)) if unsharded is None else unsharded
+    unsharded = getattr(weight, UNSHARDED, None)
+    return recipe.quantize_weight(weight.detach().flatten(0, 1)) if unsharded is None else unsharded
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class ExpertProducts:
         factors: FP32 [R], the router's weights.
         """
         if self.gate_up.monitor.active:
-            self.gate_up.cast_input(x)  # for the monitor, which would count permuted tokens k times
+            self.gate_up.quantize_input(x)  # for the monitor, which would count permuted tokens k times
         save = save and self.gate_up.recompute != "mlp"
         p_quantized, p, saved = self._product(x, layout, factors, weights, save, adapters)
         rows = self._multiply(p_quantized, quantized_experts(weights.down, self.down), layout, self.down, x.dtype)
@@ -151,7 +151,7 @@ class ExpertProducts:
             *_, recomputed = self._product(x, layout, factors, weights, True, adapters)
             gate_up = recomputed.gate_up
         if down.monitor.active:
-            down.cast_grad_output(dy, wgrad=False)
+            down.quantize_grad_output(dy, wgrad=False)
         spec = down.grad_output
         along_tokens = "1x128" if wants[1] else None
         dy_rowwise, dy_columnwise = permute_quantize(dy, layout, spec.format, "1x128", along_tokens, spec.scale)
@@ -195,7 +195,7 @@ class ExpertProducts:
         gate_up = self._multiply(rows, weight, layout, self.gate_up, x.dtype)
         if adapters.gate_up is not None:
             u = adapters.gate_up.add_to_rows(gate_up, x, layout)
-        gated = gated_activation_cast(
+        gated = gated_activation_forward(
             gate_up, self.activation, self.down, save, factors, product=adapters.down is not None
         )
         return gated.product, gated.uncast, SavedExperts(gated.saved, u)

@@ -86,7 +86,7 @@ def cast_of_experts(cast: CastSpec) -> CastSpec:
 def recipe_of_experts(recipe: LinearRecipe, name: str) -> LinearRecipe:
     """Return the recipe of experts from the linears': weights in blocks, no outlier channels."""
     weight = cast_of_experts(recipe.weight)
-    return replace(recipe, weight=weight, site=name, outliers=None, outlier_channels=0)
+    return replace(recipe, weight=weight, name=name, outliers=None, outlier_channels=0)
 
 
 def multiplies_experts(expert_products: str, backend: str) -> bool:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ds_fp8.config.formats import BLOCK, SCALE_TYPES
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_operand
+from ds_fp8.layers.linear.weights import transposed_weight
 
 IGNORED = -100  # target of a token without loss
 LOGITS_BYTES = 64 << 20  # of the FP32 logits in a chunk on a CPU; lower bound on a GPU
@@ -192,11 +192,11 @@ def _in_fp8(
     if not SCALE_TYPES[recipe.grad_output.scale].needs_amax:
         # Gradients of the summed loss are as large as 1, and would leave a fixed scale.
         recipe = replace(recipe, grad_output=replace(recipe.grad_output, scale="pow2"))
-    weight_fp8, transposed, factor = recipe.cast_weight(weight), None, None
-    if wants_dx and recipe.casts_weight_twice:
-        transposed = recipe.cast_weight_columnwise(weight)
+    weight_fp8, transposed, factor = recipe.quantize_weight(weight), None, None
+    if wants_dx and recipe.quantizes_weight_twice:
+        transposed = recipe.quantize_weight_columnwise(weight)
     elif wants_dx:
-        transposed, factor = dgrad_operand(weight_fp8, recipe.transposed)
+        transposed, factor = transposed_weight(weight_fp8, recipe.transposed)
     by_tile, spec = factor is None and _quantizes_by_tile(recipe, hidden, len(weight), chunk), recipe.grad_output
     if by_tile:
         from ds_fp8.casts.primitives_triton import empty_result
@@ -207,7 +207,7 @@ def _in_fp8(
         if by_tile and wants_dweight:
             columns = empty_result(len(weight), len(x), spec.format, spec.granularity, spec.scale, x.device)
         for rows in _slices(len(x), chunk):
-            logits, row = recipe.multiply(recipe.cast_input(x[rows]), weight_fp8, x.dtype), None
+            logits, row = recipe.multiply(recipe.quantize_input(x[rows]), weight_fp8, x.dtype), None
             if by_tile:
                 loss, row = softmax_gradient_quantize(
                     logits, target[rows], IGNORED, label_errors(x.device), spec, wants_dx, columns, rows.start
@@ -215,7 +215,7 @@ def _in_fp8(
             else:
                 loss = softmax_gradient(logits, target[rows], wants_dx or wants_dweight)
                 if wants_dx or wants_dweight:
-                    row, columns = recipe.cast_grad_output(logits, wants_dx, wants_dweight, factor)
+                    row, columns = recipe.quantize_grad_output(logits, wants_dx, wants_dweight, factor)
             losses.append(loss)
             del logits
             if wants_dx:
@@ -223,7 +223,7 @@ def _in_fp8(
             del row
         if wants_dweight:
             # one product per group: each rounds its sum to BF16
-            share = recipe.multiply(columns, recipe.cast_input_columnwise(x), weight.dtype)
+            share = recipe.multiply(columns, recipe.quantize_input_columnwise(x), weight.dtype)
             del columns
             # float() copies once; from then on the sum is in FP32, in place
             dweight = share if dweight is None else dweight.float().add_(share)
@@ -233,7 +233,7 @@ def _in_fp8(
 def _quantizes_by_tile(recipe: LinearRecipe, hidden: torch.Tensor, vocabulary: int, chunk: int) -> bool:
     """Return whether softmax_gradient_quantize can take all chunks: it masks nothing."""
     tiles = all(length % BLOCK == 0 for length in (len(hidden), min(chunk, len(hidden)), vocabulary))
-    return hidden.is_cuda and tiles and recipe.casts_by_tile
+    return hidden.is_cuda and tiles and recipe.quantizes_by_tile
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

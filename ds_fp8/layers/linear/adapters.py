@@ -1,17 +1,17 @@
-"""Plain LoRA of PEFT beside FP8 products: y += s u Bᵀ with u = n Aᵀ, in place, by products in BF16.
+"""Plain LoRA of PEFT added to FP8 linears: y += s u Bᵀ with u = n Aᵀ, in place, by BF16 GEMMs.
 
-    forward   u  [T, R]  = n Aᵀ               one skinny product for all adapters that share n, R the sum of their ranks
-              y_i       += s_i u_i B_iᵀ       y_i: the columns of y that the adapter's linear has written
+    forward   u  [T, R]  = n Aᵀ               one GEMM for all adapters of the same n, R the sum of their ranks
+              y_i       += s_i u_i B_iᵀ       y_i: columns of y of the adapter's linear
     backward  du_i       = s_i dy_i B_i
               dB_i       = s_i dy_iᵀ u_i
               dA         = duᵀ n
               dn        += du A
 
-B is multiplied slice by slice: a block-diagonal one would read and write y as often, and multiply zeros. n is x, or
-RMSNorm(x) = x · rstd · w, which nothing needs to hold: u = rstd ∘ (x (A ∘ w)ᵀ) and dA = ((du ∘ rstd)ᵀ x) ∘ w, both from
-x itself, in BF16. Of FP8 codes dA would have their error, 2.6% of its norm beside 0.3% (tests/layers/test_adapters.py).
+One GEMM per B: a block-diagonal B would move as many bytes of y and multiply zeros. n is x or RMSNorm(x) = x · rstd ·
+w, which is not saved: u = rstd ∘ (x (A ∘ w)ᵀ) and dA = ((du ∘ rstd)ᵀ x) ∘ w, both from x in BF16. dA from quantized n
+has an error of 2.6% of its norm, compared with 0.3% (tests/layers/test_adapters.py).
 
-With dropout every adapter has a mask of its own, drawn as PEFT draws it: n_i = n ∘ mask_i / (1 - p).
+With dropout every adapter draws its own mask, as PEFT does: n_i = n ∘ mask_i / (1 - p).
 
 T tokens, K input and N output features.
 """
@@ -24,18 +24,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-# u [T, R] and every adapter's mask or None, or nothing where there is no adapter
-Kept = tuple[torch.Tensor | None, ...]
+# Saved for backward: u [T, R] and each adapter's mask or None; empty without adapters
+SavedAdapters = tuple[torch.Tensor | None, ...]
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's LoRA around an nn.Linear, of whatever variant."""
+    """Return whether a module is PEFT's LoRA of an nn.Linear, in any variant."""
     # By name: PEFT need not be installed, and takes seconds to import.
     return type(module).__module__ == "peft.tuners.lora.layer" and type(module).__qualname__ == "Linear"
 
 
 def why_not_plain(module: nn.Module) -> str | None:
-    """Return what a module with a base_layer has beyond plain LoRA, or None."""
+    """Return why a module with a base_layer is not plain LoRA, or None."""
     if not is_lora(module):
         return type(module).__name__
     variants = getattr(module, "lora_variant", {}).values()
@@ -43,7 +43,7 @@ def why_not_plain(module: nn.Module) -> str | None:
         **{type(variant).__name__: True for variant in variants},
         "LoRA with a bias": any(part.bias is not None for part in module.lora_B.values()),
         "LoRA of a transposed weight": module.fan_in_fan_out,
-        "LoRA with a dropout of its own": any(
+        "LoRA with a custom dropout": any(
             not isinstance(part, (nn.Dropout, nn.Identity)) for part in module.lora_dropout.values()
         ),
     }
@@ -55,11 +55,11 @@ class Adapter(NamedTuple):
     b: nn.Parameter  # [N_i, r]
     scale: float
     dropout: float
-    columns: slice  # of the product
+    columns: slice  # of y
 
 
 class Adapters(Sequence[Adapter]):
-    """The active adapters of linears that are one product, in the order of their columns, as they are now."""
+    """Currently active adapters of linears that are multiplied as one, in the order of their columns of y."""
 
     def __init__(self, linears: Sequence[nn.Module]):
         self._adapters = []
@@ -76,16 +76,18 @@ class Adapters(Sequence[Adapter]):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return A and B of every adapter in turn: arguments of autograd functions, and the order of gradients."""
+        """A and B of each adapter in turn: inputs of the autograd function, in the order of its gradients."""
         return [parameter for adapter in self for parameter in adapter[:2]]
 
     @property
-    def kept(self) -> int:
-        """Return how many tensors `project` returns."""
+    def saved_count(self) -> int:
+        """Number of tensors that `project` returns."""
         return 1 + len(self) if self else 0
 
-    def project(self, x: torch.Tensor, rstd: torch.Tensor | None = None, norm: torch.Tensor | None = None) -> Kept:
-        """Return u of n = x [T, K], or x · rstd · norm, and the masks."""
+    def project(
+        self, x: torch.Tensor, rstd: torch.Tensor | None = None, norm: torch.Tensor | None = None
+    ) -> SavedAdapters:
+        """Return (u, *masks) from n = x [T, K] or n = x · rstd · norm."""
         if not self:
             return ()
         masks = [None] * len(self)
@@ -99,31 +101,33 @@ class Adapters(Sequence[Adapter]):
             u = x @ self._a(x.dtype, norm).t()
         return (u if rstd is None else u.mul_(rstd[:, None]), *masks)
 
-    def add(self, y: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Add every s u Bᵀ to y [T, N] in place, and return y."""
-        for adapter, u in self._slices(kept):
+    def add(self, y: torch.Tensor, saved: SavedAdapters) -> torch.Tensor:
+        """Add s u Bᵀ of every adapter to y [T, N] in place, and return y."""
+        for adapter, u in self._slices(saved):
             y[:, adapter.columns].addmm_(u, adapter.b.to(u.dtype).t(), alpha=adapter.scale)
         return y
 
-    def output_backward(self, dy: torch.Tensor, kept: Kept) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Return du [T, R], and dB of every adapter, from dy [T, N]."""
+    def output_backward(
+        self, dy: torch.Tensor, saved: SavedAdapters
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Return (du [T, R], dB of every adapter) from dy [T, N]."""
         if not self:
             return None, []
-        du, gradients = torch.empty_like(kept[0]), []
-        for (adapter, u), own in zip(self._slices(kept), du.split(self._ranks, 1), strict=True):
+        du, gradients = torch.empty_like(saved[0]), []
+        for (adapter, u), own in zip(self._slices(saved), du.split(self._ranks, 1), strict=True):
             dy_i, b, s = dy[:, adapter.columns], adapter.b, adapter.scale
             torch.addmm(own, dy_i, b.to(dy.dtype), beta=0, alpha=s, out=own)
             gradients.append(_scaled_product(dy_i.t(), u, s).to(b.dtype) if b.requires_grad else None)
         return du, gradients
 
-    def add_to_input(self, dn: torch.Tensor, du: torch.Tensor | None, kept: Kept) -> None:
+    def add_to_input(self, dn: torch.Tensor, du: torch.Tensor | None, saved: SavedAdapters) -> None:
         """Add du A to dn [T, K] in place."""
         if not self:
             return
         if not self._drops:
             dn.addmm_(du, self._a(dn.dtype))
             return
-        for adapter, own, mask in zip(self, du.split(self._ranks, 1), kept[1:], strict=True):
+        for adapter, own, mask in zip(self, du.split(self._ranks, 1), saved[1:], strict=True):
             a = adapter.a.to(dn.dtype)
             if mask is None:
                 dn.addmm_(own, a)
@@ -134,7 +138,7 @@ class Adapters(Sequence[Adapter]):
         self,
         du: torch.Tensor | None,
         x: torch.Tensor,
-        kept: Kept,
+        saved: SavedAdapters,
         rstd: torch.Tensor | None = None,
         norm: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
@@ -144,10 +148,10 @@ class Adapters(Sequence[Adapter]):
         du = du if rstd is None else du * rstd[:, None]
         du = du.to(x.dtype)
         if self._drops:
-            drop = torch.ops.aten.native_dropout_backward  # the same function of the mask as dropout
+            drop = torch.ops.aten.native_dropout_backward  # dropout's forward, given the mask
             found = [
                 own.t() @ (x if mask is None else drop(x, mask, _factor(adapter.dropout)))
-                for adapter, own, mask in zip(self, du.split(self._ranks, 1), kept[1:], strict=True)
+                for adapter, own, mask in zip(self, du.split(self._ranks, 1), saved[1:], strict=True)
             ]
         else:
             found = (du.t() @ x).split(self._ranks)
@@ -158,15 +162,15 @@ class Adapters(Sequence[Adapter]):
         self,
         dy: torch.Tensor,
         dn: torch.Tensor,
-        kept: Kept,
+        saved: SavedAdapters,
         x: torch.Tensor | None,
         rstd: torch.Tensor | None = None,
         norm: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
-        """Add the adapters' part to dn in place; return the gradients of `parameters`."""
-        du, db = self.output_backward(dy, kept)
-        self.add_to_input(dn, du, kept)
-        return self.in_order(self.a_backward(du, x, kept, rstd, norm), db)
+        """Add the adapters' dn in place; return the gradients of `parameters`."""
+        du, db = self.output_backward(dy, saved)
+        self.add_to_input(dn, du, saved)
+        return self.in_order(self.a_backward(du, x, saved, rstd, norm), db)
 
     @staticmethod
     def in_order(da: Sequence[torch.Tensor | None], db: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -180,13 +184,13 @@ class Adapters(Sequence[Adapter]):
     def _drops(self) -> bool:
         return any(adapter.dropout for adapter in self)
 
-    def _slices(self, kept: Kept) -> Iterator[tuple[Adapter, torch.Tensor]]:
-        return zip(self, kept[0].split(self._ranks, 1), strict=True) if self else iter(())
+    def _slices(self, saved: SavedAdapters) -> Iterator[tuple[Adapter, torch.Tensor]]:
+        return zip(self, saved[0].split(self._ranks, 1), strict=True) if self else iter(())
 
     def _a(
         self, dtype: torch.dtype, norm: torch.Tensor | None = None, some: Sequence[Adapter] | None = None
     ) -> torch.Tensor:
-        """Return A of all adapters, or of some, below one another, its columns times the norm's weight: [R, K]."""
+        """Return A [R, K] of `some` adapters (default: all) stacked, columns scaled by the norm's weight."""
         stacked = [adapter.a for adapter in some or self]
         stacked = (torch.cat(stacked) if len(stacked) > 1 else stacked[0]).to(dtype)
         return stacked if norm is None else (stacked * norm).to(dtype)

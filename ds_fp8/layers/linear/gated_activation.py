@@ -1,16 +1,16 @@
-"""The gated activation of an MLP, act(gate) · up, joined with the casts around it.
+"""The gated activation of an MLP, act(gate) · up, fused with the casts of its input and output.
 
-    forward   p = act(g) · u                        cast row-wise for down_proj; g and u kept in FP8 (or BF16)
-    backward  dg = dp · u · act'(g),  du = dp · act(g)   cast row-wise for dgrad and along the tokens for wgrad
-              p  = act(g) · u                       once more, cast along the tokens for down_proj's wgrad
+    forward   p = act(g) · u                        quantized rowwise for down_proj; g and u saved in FP8 (or BF16)
+    backward  dg = dp · u · act'(g),  du = dp · act(g)   quantized rowwise for dgrad, columnwise for wgrad
+              p  = act(g) · u                       recomputed, quantized columnwise for down_proj's wgrad
 
-With a factor r a row, as experts have it from their router:
+With a factor r per row, such as the router's weight of an expert:
 
     forward   p = r · act(g) · u
     backward  dg, du, p times r,   dr = sum over the features of dp · act(g) · u
 
-gate and up are the two halves of one matrix gate_up [T, 2F]. Kept in FP8, g and u of backward carry that cast's
-rounding; everything else is computed in FP32.
+gate and up are the halves of one matrix gate_up [T, 2F]. Backward reads g and u as saved, quantized or in BF16;
+everything else is computed in FP32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ds_fp8.layers.linear.recipe import LinearRecipe
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
-Saved = QuantizedTensor | torch.Tensor  # gate_up [T, 2F] as kept for backward
+Saved = QuantizedTensor | torch.Tensor  # gate_up [T, 2F] saved for backward
 
 
 def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
@@ -40,9 +40,9 @@ def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
 
 @torch.no_grad()
 def gating_of(gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> str | None:
-    """Return the activation of a gating, a function of gate and up, that is act(gate) · up wherever it is tried."""
-    # By its values: models wrap activations in many ways. Near zero they differ from each other, and far from it from
-    # those that are clamped (swiglu_limit).
+    """Return the activation for which gated(gate, up) equals act(gate) · up on test points, or None."""
+    # Compared by value, since models wrap activations in many ways: near zero to tell the activations from each other,
+    # far from it to find clamps (swiglu_limit).
     values = torch.cat([torch.linspace(-limit, limit, 62, device="cpu", dtype=torch.float32) for limit in (6, 1000)])
     gate, up = values.repeat_interleave(len(values)), values.repeat(len(values))
     found = gated(gate, up)
@@ -54,7 +54,7 @@ def gating_of(gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> st
 
 
 def tensors_of(saved: Saved | None) -> tuple[torch.Tensor, ...]:
-    """Take `saved` apart for save_for_backward; `saved_from` puts it together again."""
+    """Return the tensors of `saved` for save_for_backward; inverse of `saved_from`."""
     if saved is None:
         return ()
     return (saved.data, saved.scale) if isinstance(saved, QuantizedTensor) else (saved,)
@@ -62,23 +62,23 @@ def tensors_of(saved: Saved | None) -> tuple[torch.Tensor, ...]:
 
 def saved_from(tensors: Sequence[torch.Tensor], down: LinearRecipe) -> Saved | None:
     if len(tensors) == 2:
-        return down.kept_gate_up(*tensors)
+        return down.saved_gate_up(*tensors)
     return tensors[0] if tensors else None
 
 
 class GatedCast(NamedTuple):
-    product: QuantizedTensor  # [T, F], as fprop reads it; with an outlier block, where the recipe has one, wider
-    saved: Saved | None  # gate and up as kept for backward
-    uncast: torch.Tensor | None = None  # the product [T, F] in gate_up's dtype, where it is asked for
+    product: QuantizedTensor  # [T, F] for fprop; wider with an outlier block
+    saved: Saved | None  # gate and up, saved for backward
+    uncast: torch.Tensor | None = None  # the product [T, F] in gate_up's dtype, if requested
 
 
 class GatedGradients(NamedTuple):
     dgate_up: QuantizedTensor  # [T, 2F], for dgrad
-    # [2F, T], for wgrad of gate_proj and up_proj; None where there is no wgrad
+    # [2F, T], for wgrad of gate_proj and up_proj; None without wgrad
     dgate_up_columnwise: QuantizedTensor | None
-    product_columnwise: QuantizedTensor | None  # [F, T], for wgrad of down_proj; None where there is no wgrad
-    drow_factor: torch.Tensor | None = None  # FP32 [T], the gradient of the rows' factors, where they have some
-    # [T, 2F] in dproduct's dtype, as the product [T, F], where they are asked for
+    product_columnwise: QuantizedTensor | None  # [F, T], for wgrad of down_proj; None without wgrad
+    drow_factor: torch.Tensor | None = None  # FP32 [T], gradient of row_factor, if given
+    # In dproduct's dtype, if requested: [T, 2F] and [T, F]
     dgate_up_uncast: torch.Tensor | None = None
     product_uncast: torch.Tensor | None = None
 
@@ -103,26 +103,26 @@ def gated_backward_reference(
     return dgate_up, product.detach()
 
 
-def gated_activation_cast(
+def gated_activation_forward(
     gate_up: torch.Tensor,
     activation: str,
     recipe: LinearRecipe,
-    keep: bool = True,
+    save: bool = True,
     row_factor: torch.Tensor | None = None,
     product: bool = False,
 ) -> GatedCast:
-    """Compute the product of gate_up [T, 2F] and cast it with down_proj's recipe.
+    """Compute act(gate) · up of gate_up [T, 2F] and quantize it with down_proj's recipe.
 
     Args:
-        keep: Whether anything is saved for backward.
+        save: Whether gate and up are saved for backward.
         row_factor: FP32 [T], multiplied into the product; only without outlier channels.
-        product: Whether the product itself is wanted, too.
+        product: Whether to return the product in high precision, too.
     """
-    in_fp8 = keep and recipe.save == "fp8"
+    in_fp8 = save and recipe.save == "fp8"
     if gate_up.device.type == "cuda":
         from ds_fp8.layers.linear.gated_activation_triton import gated_forward
 
-        uncast, cast, saved = gated_forward(
+        uncast, quantized, saved = gated_forward(
             gate_up,
             activation,
             recipe.input,
@@ -133,30 +133,34 @@ def gated_activation_cast(
             product=product,
         )
     else:
-        uncast, cast, saved = gated_product_reference(gate_up, activation, row_factor), None, None
+        uncast, quantized, saved = gated_product_reference(gate_up, activation, row_factor), None, None
     if in_fp8 and saved is None:
-        saved = recipe.keep_gate_up(gate_up)
-    if cast is None:
-        cast = recipe.cast_input(uncast)
+        saved = recipe.quantize_gate_up(gate_up)
+    if quantized is None:
+        quantized = recipe.quantize_input(uncast)
     elif recipe.monitor.active:
         factor = (lambda rows: None) if row_factor is None else row_factor.__getitem__
-        recipe.observe("input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), cast)
+        recipe.observe(
+            "input", lambda rows: gated_product_reference(gate_up[rows], activation, factor(rows)), quantized
+        )
     if recipe.outliers is not None:
-        cast = _with_outliers(cast, gate_up, activation, recipe.outliers.observe(cast, recipe.monitor.active))
+        quantized = _with_outliers(
+            quantized, gate_up, activation, recipe.outliers.observe(quantized, recipe.monitor.active)
+        )
     uncast = uncast.to(gate_up.dtype) if product else None
-    return GatedCast(cast, gate_up if keep and not in_fp8 else saved, uncast)
+    return GatedCast(quantized, gate_up if save and not in_fp8 else saved, uncast)
 
 
 def _with_outliers(
-    cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
+    quantized: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
 ) -> QuantizedTensor:
-    """Return the cast of act(gate) · up with its outlier block, whose values are computed again from gate_up."""
-    if cast.data.device.type == "cuda":
+    """Append the outlier block to the quantized act(gate) · up, recomputing its channels from gate_up."""
+    if quantized.data.device.type == "cuda":
         from ds_fp8.layers.linear.gated_activation_triton import extend_product_tiles
 
-        return extend_product_tiles(cast, gate_up, activation, channels)
+        return extend_product_tiles(quantized, gate_up, activation, channels)
     gate, up = (half[:, channels.long()].float() for half in gate_up.chunk(2, -1))
-    return extend_input_reference(cast, activate(gate, activation) * up, channels)
+    return extend_input_reference(quantized, activate(gate, activation) * up, channels)
 
 
 def gated_activation_backward(
@@ -170,25 +174,25 @@ def gated_activation_backward(
     wgrad: bool = True,
     uncast: tuple[bool, bool] = (False, False),
 ) -> GatedGradients:
-    """Return the casts of backward from the gradient of the product [T, F].
+    """Return the quantized gradients and product of backward from the gradient of the product [T, F].
 
     Args:
-        recipe: Of the product of gate and up.
-        down: Of down_proj's product.
+        recipe: Of gate_proj and up_proj.
+        down: Of down_proj.
         dgrad_factor: [2F], multiplied into dgate_up for dgrad.
-        row_factor: FP32 [T], what forward multiplied the rows of the product by.
-        wgrad: Whether any of the three weights has a gradient.
-        uncast: Whether dgate_up, and the product, are wanted in high precision, too.
+        row_factor: FP32 [T], as in forward.
+        wgrad: Whether any of the three weights requires a gradient.
+        uncast: Whether to return dgate_up, and the product, in high precision, too.
     """
     if dproduct.device.type == "cuda":
-        from ds_fp8.layers.linear.gated_activation_triton import gated_backward, gated_backward_cast
+        from ds_fp8.layers.linear.gated_activation_triton import gated_backward, gated_backward_quantized
 
-        # The kernels that cast as they compute mask nothing.
-        whole_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
-        by_tile = recipe.casts_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
-        if dgrad_factor is None and by_tile and whole_tiles:
+        # The fused kernels have no masks.
+        full_tiles = all(length % BLOCK == 0 for length in dproduct.shape)
+        by_tile = recipe.quantizes_by_tile and not down.input.by_torch and down.wgrad_input in ("1x128", "128x128")
+        if dgrad_factor is None and by_tile and full_tiles:
             casts = GatedGradients(
-                *gated_backward_cast(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
+                *gated_backward_quantized(dproduct, saved, activation, recipe, down, row_factor, wgrad, uncast)
             )
             if recipe.monitor.active:
                 dgate_up, _ = gated_backward(dproduct, saved, activation)
@@ -200,10 +204,10 @@ def gated_activation_backward(
         dgate_up, product = gated_backward_reference(dproduct, gate_up, activation)
     drow_factor = None
     if row_factor is not None:
-        # Before the factor is multiplied in: the gradient of a factor is dp times what it multiplies.
+        # Before the factor is applied: its gradient is dp times the product without it.
         drow_factor = (dproduct.float() * product).sum(1)
         dgate_up, product = (x * row_factor[:, None] for x in (dgate_up, product))
-    row, column = recipe.cast_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
-    columns = down.cast_input_columnwise(product) if wgrad else None
+    row, column = recipe.quantize_grad_output(dgate_up, wgrad=wgrad, column_factor=dgrad_factor)
+    columns = down.quantize_input_columnwise(product) if wgrad else None
     high = (x.to(dproduct.dtype) if wanted else None for x, wanted in zip((dgate_up, product), uncast, strict=True))
     return GatedGradients(row, column, columns, drow_factor, *high)

@@ -1,4 +1,4 @@
-"""act(gate) · up with its casts and its outlier block, forward and backward; gated_activation.py has the maths."""
+"""act(gate) · up fused with quantization and outlier block, forward and backward; gated_activation.py has the maths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.casts.outliers_triton import ROWS, copy_tile, gather_codes, store_outlier_block, wide_input
+from ds_fp8.casts.outliers_triton import ROWS, copy_tile, dequantize_channels, store_outlier_block, wide_input
 from ds_fp8.casts.primitives_triton import (
     COMPILED,
     GROUP,
@@ -27,7 +27,7 @@ from ds_fp8.casts.primitives_triton import (
 from ds_fp8.config.formats import BLOCK, CastSpec
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
-ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # name of an activation -> the constant ACTIVATION of kernels
+ACTIVATION_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # constant ACTIVATION of kernels
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -81,13 +81,13 @@ def _load(x, m, k, M, stride, offset, F, EVEN: tl.constexpr):
 
 @triton.jit
 def _forward_tiles(
-    gate_up, row_factor, M, F, stride, product, cast, pitch, cast_scale, saved, saved_scale,
+    gate_up, row_factor, M, F, stride, product, quantized, pitch, quantized_scale, saved, saved_scale,
     ACTIVATION: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
     #     product = act(gate) * up                              gate = gate_up[:, :F], up = gate_up[:, F:]
-    #     cast    = round(product / scale of its 1 x 128 group)  what down_proj multiplies
-    #     saved   = gate and up in E4M3                          what backward reads, half of BF16's bytes
+    #     quantized = round(product / scale of its 1 x 128 group)  input of down_proj
+    #     saved   = gate and up in E4M3                            for backward
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
@@ -96,8 +96,8 @@ def _forward_tiles(
     p = value * u
     if row_factor is not None:
         p *= tl.load(row_factor + m, mask=m < M, other=0.0)[:, None]
-    if cast is not None:
-        store_cast(p, k, m, F, M, cast, pitch, cast_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
+    if quantized is not None:
+        store_cast(p, k, m, F, M, quantized, pitch, quantized_scale, None, M, 1, 1, 1, DTYPE, LARGEST, SMALLEST, POW2, EVEN)
     if product is not None:
         inside = (m < M)[:, None] & (k < F)[None, :]
         tl.store(product + m[:, None].to(tl.int64) * F + k[None, :], p.to(product.dtype.element_ty), mask=inside)
@@ -120,35 +120,35 @@ def gated_forward(
     row_factor: torch.Tensor | None = None,
     product: bool = False,
 ) -> tuple[torch.Tensor | None, QuantizedTensor | None, QuantizedTensor | None]:
-    """Return (product [T, F] or None, its row-wise cast or None, gate_up [T, 2F] in FP8 or None).
+    """Return (product [T, F] or None, quantized product or None, gate_up [T, 2F] in FP8 or None).
 
-    The cast is given where `fuse_cast` and `spec` has granularity 1x128, the product where not, or where `product` asks
-    for it. `room` is that of empty_result, of the cast.
+    Quantized if `fuse_cast` and `spec` is 1x128; the product itself otherwise, or with `product`. `room`: padding of
+    the quantized product (empty_result).
     """
     M, width = gate_up.shape
     F = width // 2
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
-    cast = uncast = saved = None
+    quantized = uncast = saved = None
     if fuse_cast and spec.granularity == "1x128":
-        cast = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device, room)
-    if cast is None or product:
+        quantized = empty_result(M, F, spec.format, "1x128", spec.scale, gate_up.device, room)
+    if quantized is None or product:
         uncast = torch.empty(M, F, dtype=gate_up.dtype, device=gate_up.device)
     if save and F % 128 == 0:
         saved = empty_result(M, 2 * F, "e4m3", "1x128", "pow2", gate_up.device)
     if gate_up.numel():
         rows = 16
         _forward_tiles[(tiles(F), triton.cdiv(M, rows))](
-            gate_up, row_factor, M, F, gate_up.stride(0), uncast, cast and cast.data, F + room, cast and cast.scale,
+            gate_up, row_factor, M, F, gate_up.stride(0), uncast, quantized and quantized.data, F + room, quantized and quantized.scale,
             saved and saved.data, saved and saved.scale,
-            ACTIVATION=ACTIVATION_CODES[activation], SAVE=saved is not None, ROWS=rows,
+            ACTIVATION=ACTIVATION_KINDS[activation], SAVE=saved is not None, ROWS=rows,
             EVEN=M % rows == 0 and is_even(F), num_warps=4, **format_arguments(spec.format, spec.scale),
         )
     if save and saved is None:
         from ds_fp8.casts import quantize
 
-        # Ragged rows: gate and up share the group in the middle, which the kernel above would split.
+        # F is ragged: gate and up share the middle group, which the kernel would split.
         saved = quantize(gate_up, "e4m3", "1x128", "pow2")
-    return uncast, cast, saved
+    return uncast, quantized, saved
 
 
 @triton.jit
@@ -156,12 +156,12 @@ def _gradients(
     dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group,
     ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr, EVEN: tl.constexpr,
 ):
-    """Return (dgate, dup, product, and what each element adds to the gradient of its row's factor) of a tile, FP32."""
+    """Return (dgate, dup, product, summands of drow_factor) of a tile, FP32."""
     dp = _load(dproduct, m, k, M, F, 0, F, EVEN)
     g = _load(gate_up, m, k, M, stride, 0, F, EVEN)
     u = _load(gate_up, m, k, M, stride, F, F, EVEN)
     if SAVED_FP8:
-        if EVEN:  # whole groups: one scale a row of the tile
+        if EVEN:  # full groups: one scale per row of the tile
             group = tl.min(k, 0) // 128
             g *= tl.load(scale + group * scale_group + m)[:, None]
             u *= tl.load(scale + (F // 128 + group) * scale_group + m)[:, None]
@@ -170,7 +170,7 @@ def _gradients(
             g *= tl.load(scale + (k // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
             u *= tl.load(scale + ((F + k) // 128)[None, :] * scale_group + m[:, None], mask=inside, other=0.0)
     #     dgate = dproduct * up * act'(gate);   dup = dproduct * act(gate);   product = act(gate) * up
-    # The product is made again: wgrad of down_proj wants its cast along the tokens, and forward kept none of it.
+    # The product is recomputed: wgrad of down_proj reads it columnwise, and forward saved only gate and up.
     value, slope = activate(g, ACTIVATION)
     dg, du, p = dp * u * slope, dp * value, value * u
     share = dp * p
@@ -187,10 +187,10 @@ def _backward_rows(
     ROWS: tl.constexpr, ACTIVATION: tl.constexpr, SAVED_FP8: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Store the row-wise cast of dgate and dup, ROWS tokens x 128 features.
+    """Quantize and store dgate and dup rowwise, ROWS tokens x 128 features.
 
-    Where they are wanted, also the product's amax by tile, the gradient of the rows' factors that these features are
-    part of, [F/128, M], and dgate, dup and the product in high precision.
+    If requested, also the product's amax per tile, partial sums [F/128, M] of drow_factor, and dgate, dup and the
+    product in high precision.
     """
     k = tl.program_id(0) * 128 + tl.arange(0, 128)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -213,7 +213,7 @@ def _backward_rows(
         tl.store(dgate_up + at, dg.to(dgate_up.dtype.element_ty))
         tl.store(dgate_up + F + at, du.to(dgate_up.dtype.element_ty))
     if product_amax is not None:
-        # A tile of 128 tokens is several programs': they raise one number, whose order does not matter to a maximum.
+        # Several programs share a tile of 128 tokens: atomic maxima, independent of their order.
         tile = tl.program_id(1) * ROWS // 128 * tl.num_programs(0) + tl.program_id(0)
         tl.atomic_max(product_amax + tile, tl.max(amax_bits(p, 1), 0), sem="relaxed")
 
@@ -227,11 +227,11 @@ def _backward_columns(
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, POW2: tl.constexpr,
     PRODUCT_DTYPE: tl.constexpr, PRODUCT_LARGEST: tl.constexpr, PRODUCT_POW2: tl.constexpr, SMALLEST: tl.constexpr,
 ):
-    """Store the casts along 128 tokens of dgate, dup and the product, WIDTH features; PRODUCT: the last one's mode."""
-    # Groups lie along the tokens here: a program holds 128 tokens, whole groups, of only a few features.
+    """Quantize and store dgate, dup and the product columnwise, 128 tokens x WIDTH features; PRODUCT: its mode."""
+    # Groups lie along the tokens: a program holds 128 tokens, full groups, of a few features.
     k = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     first_m = tl.program_id(1) * 128
-    m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... apart, as store_cast_columnwise wants them
+    m = first_m + 4 * tl.arange(0, 32)  # rows 4i, 4i + 1, ... in separate tensors, for store_cast_columnwise
     dg0, du0, p0, _ = _gradients(
         dproduct, gate_up, scale, row_factor, m, k, M, F, stride, scale_group, ACTIVATION, SAVED_FP8, True
     )
@@ -252,10 +252,10 @@ def _backward_columns(
         du0, du1, du2, du3, first_m, F + k, M, 2 * F, column_data, column_scale, None, column_along, column_across,
         GROUP, DTYPE, LARGEST, SMALLEST, POW2,
     )
-    if PRODUCT == TILE:  # whose amax _backward_rows has found: to store_cast_columnwise it is that of a whole tensor
+    if PRODUCT == TILE:  # amax from _backward_rows, which store_cast_columnwise reads as of a tensor
         tiles = tl.num_programs(0) * WIDTH // 128
         at = tl.program_id(0) * WIDTH // 128
-        # The launch before has finished: kernels of one stream run one after the other.
+        # Complete: launches of one stream run in order.
         amax = product_amax + tl.program_id(1) * tiles + at
         block = product_scale + tl.program_id(1) * product_along + at * product_across
         factor, _ = scale_of(tl.load(amax), PRODUCT_LARGEST, SMALLEST, PRODUCT_POW2)
@@ -294,13 +294,13 @@ def _saved_arguments(saved: QuantizedTensor | torch.Tensor) -> tuple:
         scale = saved.scale
         if not scale.dim():  # one for all
             scale = scale.expand(saved.shape[0], tiles(saved.shape[1]))
-        # The kernel steps through the scales of a group by tokens: these must be neighbours in memory.
+        # The kernel reads the scales of a group token by token: adjacent in memory.
         scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
         return saved.data, scale, saved.data.stride(0), scale.stride(1)
     return saved, None, saved.stride(0), 0
 
 
-def gated_backward_cast(
+def gated_backward_quantized(
     dproduct: torch.Tensor,
     saved: QuantizedTensor | torch.Tensor,
     activation: str,
@@ -310,15 +310,11 @@ def gated_backward_cast(
     wgrad: bool = True,
     uncast: tuple[bool, bool] = (False, False),
 ) -> tuple[QuantizedTensor | torch.Tensor | None, ...]:
-    """Return the casts of dgate_up [T, 2F] and [2F, T] and of the product [F, T], and the gradient of row_factor.
+    """Return the fields of GatedGradients; T and F are multiples of 128.
 
-    After them dgate_up and the product as `uncast` asks for them, or None.
-
-    T and F are multiples of 128.
-
-    One launch casts along the features and another along the tokens: one that did both would need more registers than
-    there are, and reading twice what backward reads costs less. The first also finds the amax of the product's tiles,
-    if it is to have a scale a tile: the second holds a few features at once, for narrow tiles are the fastest.
+    Two launches, rowwise and columnwise: one would spill registers, which costs more than reading the inputs twice. The
+    first also computes the amax per tile of the product, for scales of 128x128: the second holds a few features at a
+    time, because narrow tiles are the fastest.
     """
     M, F = dproduct.shape
     dproduct = dproduct.contiguous()
@@ -335,15 +331,15 @@ def gated_backward_cast(
         return row, column, product, None if shares is None else shares.sum(0), *high
     data, scale, stride, scale_group = _saved_arguments(saved)
     source = (dproduct, data, scale, row_factor, M, F, stride, scale_group)
-    common = {"ACTIVATION": ACTIVATION_CODES[activation], "SAVED_FP8": scale is not None}
+    common = {"ACTIVATION": ACTIVATION_KINDS[activation], "SAVED_FP8": scale is not None}
     gradient = format_arguments(dy.format, dy.scale)
     of_product = {f"PRODUCT_{key}": value for key, value in format_arguments(x.format, x.scale).items()}
     del of_product["PRODUCT_SMALLEST"]
     product_amax = None
     if wgrad and down.wgrad_input == "128x128":
-        # Bits of FP32 maxima, compared as integers: of numbers >= 0 both order alike. Zeros are the smallest.
+        # Bits of FP32 maxima: numbers >= 0 order like their bits.
         product_amax = torch.zeros(M // BLOCK * tiles(F), dtype=torch.int32, device=dproduct.device)
-    # Two warps: as much as a thread has to do once, such as a scale, it does for twice as many elements.
+    # Two warps: the cost per thread of a scale is shared by twice as many elements.
     rows = width = 16
     _backward_rows[(tiles(F), M // rows)](
         *source, *result_arguments(row), product_amax, shares, *high, ROWS=rows, num_warps=2, **common, **gradient
@@ -367,7 +363,7 @@ def gated_backward(
     if dproduct.numel():
         data, scale, stride, scale_group = _saved_arguments(saved)
         _backward_tiles[(tiles(F), triton.cdiv(M, 32))](
-            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=ACTIVATION_CODES[activation],
+            dproduct, data, scale, M, F, stride, scale_group, dgate_up, product, ACTIVATION=ACTIVATION_KINDS[activation],
             SAVED_FP8=scale is not None, EVEN=M % 32 == 0 and is_even(F), num_warps=4,
         )
     return dgate_up, product
@@ -379,14 +375,14 @@ def _extend_product(
     COUNT: tl.constexpr, ACTIVATION: tl.constexpr,
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, POW2: tl.constexpr,
 ):
-    """Do _extend_input of casts/outliers_triton.py for v = act(gate) · up, computed again from [M, 2F]."""
+    """_extend_input of casts/outliers_triton.py for v = act(gate) · up, recomputed from gate_up [M, 2F]."""
     tile = first_tile + tl.program_id(0)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if tile * 128 < F:
         copy_tile(data, wide, m, tile, M, F, pitch, width)
         tl.store(wide_scale + tile * M + m, tl.load(scale + m * scale_m + tile * scale_k, mask=m < M), mask=m < M)
     else:
-        # Only the channels wanted are computed again: a product in high precision was never in memory.
+        # Recomputed for the outlier channels alone: the product was never stored in high precision.
         place = (tile - (F + 127) // 128) * 64 + tl.arange(0, 64)
         channel = tl.load(channels + place, mask=place < COUNT, other=0)
         inside = (m < M)[:, None] & (place < COUNT)[None, :]
@@ -394,21 +390,21 @@ def _extend_product(
         gate = tl.load(address, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(address + F, mask=inside, other=0.0).to(tl.float32)
         activated, _ = activate(gate, ACTIVATION)
-        rounded = gather_codes(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
+        rounded = dequantize_channels(data, scale, m, channel, inside, pitch, scale_m, scale_k, DTYPE)
         store_outlier_block(activated * up, rounded, m, M, wide, wide_scale, tile, width, DTYPE, LARGEST, SMALLEST, POW2)
 
 
 def extend_product_tiles(
-    cast: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
+    quantized: QuantizedTensor, gate_up: torch.Tensor, activation: str, channels: torch.Tensor
 ) -> QuantizedTensor:
-    """Return the cast [T, F] of act(gate) · up, gate_up [T, 2F], with the outlier block of `channels`."""
-    wide, first_tile = wide_input(cast, len(channels))
-    M, F = cast.shape
+    """Append the outlier block of `channels` to the quantized act(gate) · up [T, F] of gate_up [T, 2F]."""
+    wide, first_tile = wide_input(quantized, len(channels))
+    M, F = quantized.shape
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
     if M:
         _extend_product[wide.shape[1] // BLOCK - first_tile, triton.cdiv(M, ROWS.value)](
-            cast.data.view(torch.uint8), cast.scale, gate_up, channels, wide.data.view(torch.uint8), wide.scale,
-            first_tile, M, F, cast.data.stride(0), wide.shape[1], gate_up.stride(0), *cast.scale.stride(), COUNT=len(channels),
-            ACTIVATION=ACTIVATION_CODES[activation], num_warps=4, **format_arguments(cast.format, cast.scale_type),
+            quantized.data.view(torch.uint8), quantized.scale, gate_up, channels, wide.data.view(torch.uint8), wide.scale,
+            first_tile, M, F, quantized.data.stride(0), wide.shape[1], gate_up.stride(0), *quantized.scale.stride(), COUNT=len(channels),
+            ACTIVATION=ACTIVATION_KINDS[activation], num_warps=4, **format_arguments(quantized.format, quantized.scale_type),
         )
     return wide

@@ -1,7 +1,7 @@
-"""Outlier channels of a layer's input: which they are (casts/outliers.py has the maths of their blocks).
+"""Selection of the outlier channels of a layer's input (casts/outliers.py has the maths of their blocks).
 
-The channels of the largest energy are found on the first input that a layer sees, on all ranks together, and looked for
-again on the steps that are measured anyway. They hardly ever change: most stand out because of the weights before them.
+The first input of a layer selects the channels of largest energy, over all ranks; measured steps refresh the selection.
+It hardly ever changes: most outliers come from the weights of the layer before.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from torch import nn
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.casts.outliers import channel_energy, largest_channels
 
-ENOUGH = 0.9  # channels stay while they hold this share of the energy of those that hold the most
+ENOUGH = 0.9  # selected channels stay while their energy is this share of the largest possible
 
 
 class OutlierChannels:
     def __init__(self, count: int):
-        self.count = count  # number of channels, of all products alike; narrower inputs have fewer
+        self.count = count  # channels of every layer; inputs with fewer features have fewer
         # int32 [C], ascending; None before the first input. Changed in place: CUDA graphs read it.
         self.channels: torch.Tensor | None = None
-        # FP32 [K], of the inputs of the step that is being measured on this rank; None outside measured steps
+        # FP32 [K], summed over this rank's inputs in the measured step; None outside measured steps
         self.energy: torch.Tensor | None = None
-        self.fixed = False  # whether no others are looked for: those of frozen weights are the first input's
-        # Adds a tensor up over all ranks, in place, with the same bits on each
+        self.fixed = False  # never refreshed: residuals of frozen weights are quantized once
+        # In-place all-reduce SUM, bitwise equal on all ranks
         self.add_over_ranks: Callable[[torch.Tensor], None] = _alone
-        # Called when channels were found for the first time, on all ranks
+        # Called after the first selection, on all ranks
         self.on_found: Callable[[OutlierChannels], None] = _alone
 
     def __getstate__(self) -> dict:
-        # A copy of a model under training belongs to no engine.
+        # A copied model has no engine.
         return {**vars(OutlierChannels(self.count)), "channels": self.channels}
 
-    def observe(self, cast: QuantizedTensor, measured: bool) -> torch.Tensor:
-        """Return the channels for a cast input [T, K], found now if there were none. Collective the first time.
+    def observe(self, quantized: QuantizedTensor, measured: bool) -> torch.Tensor:
+        """Return the channels of the quantized input [T, K], selected now if there are none. Collective the first time.
 
-        `measured`: whether this step is one to look for other channels.
+        measured: accumulate energy for `refresh_channels`.
         """
         found = self.channels is not None
         if found and (self.fixed or not measured):
             return self.channels
-        # Later forwards write in place what this one finds, which may run in torch.inference_mode().
+        # Not inference tensors, though forward may run in torch.inference_mode(): later forwards write them in place.
         with torch.inference_mode(False), torch.no_grad():
-            energy = channel_energy(cast)
+            energy = channel_energy(quantized)
             if measured:
-                # A rank that has no other input in this step counts in `look_again` like those that have more.
+                # Every rank has energy after a measured step, so that refresh_channels is collective.
                 self.energy = energy.clone() if self.energy is None else self.energy.add_(energy)
             if not found:
                 self.add_over_ranks(energy)
@@ -56,7 +56,7 @@ class OutlierChannels:
         return self.channels
 
     def load(self, channels: Sequence[int], width: int, device: torch.device) -> bool:
-        """Load channels of an input [T, width] from a checkpoint. Returns False, unchanged, if their number differs."""
+        """Load channels of an input [T, width] from a checkpoint. Return False, unchanged, if their number differs."""
         if len(channels) != min(self.count, width):
             return False
         if not all(0 <= channel < width for channel in channels):
@@ -69,35 +69,36 @@ class OutlierChannels:
         return True
 
 
-def look_again(sites: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
-    """Change the channels of which others now hold much more energy; return whether any were looked at. Collective.
+def refresh_channels(selections: Iterable[OutlierChannels], add_over_ranks: Callable[[torch.Tensor], None]) -> bool:
+    """Replace selections whose energy is below ENOUGH of the largest; return whether any was measured. Collective.
 
-    The host waits for nothing, and all ranks decide alike. `sites` come in the same order on all ranks.
+    No host sync. `selections` are in the same order on all ranks, which decide alike.
     """
-    measured = [site for site in sites if site.energy is not None]
+    measured = [selection for selection in selections if selection.energy is not None]
     if not measured:
         return False
-    # One collective for all products.
-    energies = torch.cat([site.energy for site in measured])
+    # One all-reduce for all layers.
+    energies = torch.cat([selection.energy for selection in measured])
     add_over_ranks(energies)
-    for site, energy in zip(measured, energies.split([len(site.energy) for site in measured]), strict=True):
-        best = largest_channels(energy, site.count)
-        # On the device, like the choice below: channels change without the host, and graphs read them where they are.
-        held = energy[site.channels.long()].sum() >= ENOUGH * energy[best.long()].sum()
-        site.channels.copy_(torch.where(held, site.channels, best))
-        site.energy = None
+    widths = [len(selection.energy) for selection in measured]
+    for selection, energy in zip(measured, energies.split(widths), strict=True):
+        best = largest_channels(energy, selection.count)
+        # Decided and written on the device, in place: CUDA graphs read the channels.
+        held = energy[selection.channels.long()].sum() >= ENOUGH * energy[best.long()].sum()
+        selection.channels.copy_(torch.where(held, selection.channels, best))
+        selection.energy = None
     return True
 
 
-def sites_of(model: nn.Module) -> Iterator[tuple[str, int, OutlierChannels]]:
-    """Yield (name, width of the input, outlier channels) of every product of a converted model that has some, once."""
+def outlier_channels_of(model: nn.Module) -> Iterator[tuple[str, int, OutlierChannels]]:
+    """Yield (name, input features, outlier channels) of every layer with outlier channels, once."""
     seen = set()
     for module in model.modules():
         outliers = getattr(getattr(module, "recipe", None), "outliers", None)
         if outliers is not None and id(outliers) not in seen:
             seen.add(id(outliers))
-            yield module.recipe.site, module.in_features, outliers
+            yield module.recipe.name, module.in_features, outliers
 
 
 def _alone(_: object) -> None:
-    """Do nothing: there are no other ranks, and no shards."""
+    """No-op without an engine."""

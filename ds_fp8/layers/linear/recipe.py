@@ -1,13 +1,14 @@
-"""LinearRecipe: the casts of a linear layer's operands, and the backend of its products.
+"""LinearRecipe: how a linear layer quantizes the operands of fprop, dgrad and wgrad, and which backend multiplies.
 
-    fprop  y  [T, N] = x  [T, K] · w  [N, K]ᵀ     x cast along K, w in one cast for both products
-    dgrad  dx [T, K] = dy [T, N] · w             dy cast along N, w's cast transposed
-    wgrad  dw [N, K] = dyᵀ       · x             both cast along the tokens T, each from high precision
+    fprop  y  [T, N] = x  [T, K] · w  [N, K]ᵀ     x quantized along K, w once for fprop and dgrad
+    dgrad  dx [T, K] = dy [T, N] · w             dy quantized along N, quantized w transposed
+    wgrad  dw [N, K] = dyᵀ       · x             both quantized along the tokens T, from high precision
 
-T tokens, N output and K input features. Weights with one scale per row (output channel) contract over that dimension in
-dgrad, where a product cannot apply it: the scales are multiplied into dy before its cast, dx = cast(dy ⊙ s) · codes.
+T tokens, N output and K input features. With one scale per row (output channel) of w, dgrad contracts over the scaled
+dimension, which no GEMM supports: the scales are multiplied into dy first, dx = quantize(dy ⊙ scale) · data.
 
-engine/plans.py makes it of a configuration. ds_fp8.research has a subclass, and layers for it in LAYERS (linear.py).
+engine/plans.py builds the recipe from the configuration. ds_fp8.research subclasses it, with its layers in LAYERS
+(linear.py).
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.statistics import Rows
 
 Factor = torch.Tensor | None
-# One operand cast as dgrad or fprop reads it, and as wgrad does; None where it is not wanted
+# (rowwise, columnwise) of one operand; None if not requested
 Casts = tuple[QuantizedTensor | None, QuantizedTensor | None]
 
 
 @dataclass(frozen=True)
 class LinearRecipe:
-    """Casts and products of a linear layer, shared by FP8 linears and fused parts; only `site` differs."""
+    """Casts and GEMM backend of a linear layer or fused layers; `name` and `outliers` differ by layer."""
 
-    input: CastSpec  # cast of x as fprop's operand
+    input: CastSpec  # x, rowwise, for fprop
     weight: CastSpec
-    grad_output: CastSpec  # cast of dy as dgrad's operand, and, along the tokens, as wgrad's
-    wgrad_input: str  # granularity of x as wgrad's operand, cast along the tokens
+    grad_output: CastSpec  # dy: rowwise for dgrad, columnwise for wgrad
+    wgrad_input: str  # granularity of x, columnwise, for wgrad
     backend: str
     save: str  # activations.save: "fp8" or "bf16"
     recompute: str  # activations.recompute: "none" or "mlp"
     monitor: CastMonitor = field(compare=False)
     mlp_tile_tokens: int | None = None
-    outlier_channels: int = 0  # channels of the input that fprop multiplies with the residuals of their casts
-    outliers: OutlierChannels | None = field(default=None, compare=False)  # the outlier channels found at this site
-    site: str = field(default="", compare=False)  # name of what multiplies with this recipe, for statistics
+    outlier_channels: int = 0  # input channels whose residuals fprop multiplies too
+    outliers: OutlierChannels | None = field(default=None, compare=False)  # outlier channels of this layer
+    name: str = field(default="", compare=False)  # of the layer or fused layers, for statistics
 
     @property
-    def casts_weight_twice(self) -> bool:
-        """Return whether dgrad reads another cast of a weight than fprop: cast_weight_columnwise."""
+    def quantizes_weight_twice(self) -> bool:
+        """Whether dgrad needs w quantized again, along N: its groups do not transpose."""
         return is_of_groups(self.weight.granularity)
 
-    def at(self, site: str) -> LinearRecipe:
-        # One set of channels a site: recipes are shared by all layers, but every input has channels of its own.
+    def at(self, name: str) -> LinearRecipe:
+        # The recipe is shared by all layers; outlier channels are of one layer's input.
         outliers = OutlierChannels(self.outlier_channels) if self.outlier_channels else None
-        return replace(self, site=site, outliers=outliers)
+        return replace(self, name=name, outliers=outliers)
 
     @property
     def emulated(self) -> list[CastSpec]:
@@ -63,45 +64,47 @@ class LinearRecipe:
 
     @property
     def fuses_casts(self) -> bool:
-        """Return whether kernels that compute a layer's input may cast it too."""
+        """Whether kernels that compute a layer's input may quantize it, too."""
         return not self.input.by_torch
 
     @property
-    def casts_by_tile(self) -> bool:
-        """Return whether all casts of backward find their scales inside a tile of 128 x 128 elements."""
+    def quantizes_by_tile(self) -> bool:
+        """Whether a tile of 128 x 128 elements holds full groups of all casts in backward."""
         if self.input.by_torch or self.grad_output.by_torch:
             return False
-        # Scales of rows or of a whole tensor need a pass over all of it before the first element is cast.
+        # Scales per row or per tensor need the amax of all of it before the first element is quantized.
         return self.wgrad_input in ("1x128", "128x128") and self.grad_output.granularity == "1x128"
 
     def multiply(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
         return scaled_matmul(a, b, backend=self.backend, out_dtype=out_dtype)
 
     def transposed(self, q: QuantizedTensor) -> QuantizedTensor:
-        """Return a matrix transposed: a view, or a copy where this recipe's backend needs one."""
+        """Return the transpose: a view, or a copy if the backend needs one."""
         return q.t() if reads_transposed(self.backend) else transpose(q)
 
     def room_for_outliers(self, columns: int) -> int:
-        """Return how many codes a cast of an input [T, columns] leaves free behind each row, for its outlier blocks.
+        """Return the padding in bytes after each row of a quantized input [T, columns], for its outlier block.
 
-        0 where the last block is ragged: with_outliers then copies the cast.
+        0 if columns is no multiple of 128: with_outliers copies the input then.
         """
         if self.outliers is None or columns % BLOCK:
             return 0
         return width_with_outliers(columns, min(self.outlier_channels, columns)) - columns
 
-    def cast_weight(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Cast a weight [N, K] that is present in high precision."""
+    def quantize_weight(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Quantize an unsharded high-precision weight [N, K] for fprop."""
         quantized = quantize(weight, self.weight.format, self.weight.granularity, self.weight.scale)
         self.observe("weight", weight, quantized)
         return quantized
 
-    def cast_weight_columnwise(self, weight: torch.Tensor) -> QuantizedTensor:
-        """Cast a weight [N, K] that is present in high precision as dgrad reads it: [K, N]."""
+    def quantize_weight_columnwise(self, weight: torch.Tensor) -> QuantizedTensor:
+        """Quantize an unsharded high-precision weight [N, K] for dgrad: [K, N]."""
         return quantize_columnwise(weight, self.weight.format, self.weight.granularity, self.weight.scale)
 
-    def cast_input(self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None) -> QuantizedTensor:
-        """Cast x [T, K], times its factors, as fprop reads it."""
+    def quantize_input(
+        self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
+    ) -> QuantizedTensor:
+        """Quantize x [T, K] · factors for fprop."""
         spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
         room = self.room_for_outliers(x.shape[-1])
         quantized = quantize(x, spec.format, spec.granularity, spec.scale, **factors, room=room)
@@ -109,36 +112,36 @@ class LinearRecipe:
         return quantized
 
     def with_outliers(
-        self, cast: QuantizedTensor, source: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
+        self, quantized: QuantizedTensor, source: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
-        """Return fprop's input, the cast of `source` [T, K] times its factors, with its outlier block if it has one."""
+        """Append the outlier block, if any, to `quantized`, the quantized `source` [T, K] · factors."""
         if self.outliers is None:
-            return cast
-        channels = self.outliers.observe(cast, self.monitor.active)
-        return extend_input(cast, source, channels, row_factor, column_factor)
+            return quantized
+        channels = self.outliers.observe(quantized, self.monitor.active)
+        return extend_input(quantized, source, channels, row_factor, column_factor)
 
-    def cast_whole_input(
+    def quantize_input_with_outliers(
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
-        """Cast x [T, K], times its factors, as fprop reads it, and add its outlier block if it has one."""
-        return self.with_outliers(self.cast_input(x, row_factor, column_factor), x, row_factor, column_factor)
+        """Quantize x [T, K] · factors for fprop, and append the outlier block if there is one."""
+        return self.with_outliers(self.quantize_input(x, row_factor, column_factor), x, row_factor, column_factor)
 
-    def cast_input_columnwise(
+    def quantize_input_columnwise(
         self, x: torch.Tensor, row_factor: Factor = None, column_factor: Factor = None
     ) -> QuantizedTensor:
-        """Cast x [T, K], times its factors, as wgrad reads it: [K, T]."""
+        """Quantize x [T, K] · factors for wgrad: [K, T]."""
         spec, factors = self.input, {"row_factor": row_factor, "column_factor": column_factor}
         return quantize_columnwise(x, spec.format, self.wgrad_input, spec.scale, **factors)
 
-    def cast_input_both(self, x: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Cast x [T, K] as fprop reads it, and as wgrad does, in one pass."""
+    def quantize_input_both(self, x: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Quantize x [T, K] for fprop and for wgrad in one pass."""
         spec, room = self.input, self.room_for_outliers(x.shape[-1])
         both = quantize_both(x, spec.format, spec.granularity, self.wgrad_input, spec.scale, room=room)
         self.observe("input", x, both[0])
         return both
 
-    def kept_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Return x as wgrad reads it, from the codes and scales that were kept of it."""
+    def saved_input(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """Return x quantized for wgrad, from its data and scale saved for backward."""
         name = None if data.dtype is not torch.uint8 else self.input.format
         return QuantizedTensor(data, scale, self.wgrad_input, self.input.scale, name)
 
@@ -147,38 +150,37 @@ class LinearRecipe:
         fixed = not SCALE_TYPES[self.input.scale].needs_amax
         return ("tensor", self.input.scale) if fixed else ("1x128", "pow2")
 
-    def keep_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
-        """Cast gate and up [T, 2F], as the backward of a gated MLP reads them; self is the recipe of down_proj."""
+    def quantize_gate_up(self, gate_up: torch.Tensor) -> QuantizedTensor:
+        """Quantize gate and up [T, 2F], to be saved for backward; self is the recipe of down_proj."""
         return quantize(gate_up, "e4m3", *self._of_gate_up)
 
-    def kept_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Return what keep_gate_up returned, from its codes and scales."""
+    def saved_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+        """Return the quantized gate and up, from their data and scale saved for backward."""
         return QuantizedTensor(data, scale, *self._of_gate_up)
 
-    def cast_grad_output(
+    def quantize_grad_output(
         self, dy: torch.Tensor, dgrad: bool = True, wgrad: bool = True, column_factor: Factor = None
     ) -> Casts:
-        """Cast dy [T, N] as dgrad reads it, times `column_factor` [N], and [N, T] as wgrad reads it.
+        """Quantize dy [T, N] · column_factor [N] for dgrad, and dy for wgrad: [N, T].
 
-        In one pass, unless there is a factor: it belongs to one of the casts only.
+        One pass, or two with a factor, which applies to dgrad alone.
         """
         # Granularity 1x128 means groups along the contraction, hence along N for dgrad and along T for wgrad.
         row, column = (self.grad_output.granularity if wanted else None for wanted in (dgrad, wgrad))
         if row is None or column_factor is None:
-            both = self.cast_gradient(dy, row, column)
+            both = self.quantize_gradient(dy, row, column)
         else:
-            # The factor stands for the weight's scales per row, which dgrad contracts over; wgrad does not see the
-            # weight.
-            dgrad_operand, _ = self.cast_gradient(dy, row, None, column_factor)
-            both = dgrad_operand, self.cast_gradient(dy, None, column)[1] if wgrad else None
+            # column_factor is the weight's scale per row, which dgrad contracts over; wgrad does not read the weight.
+            rowwise, _ = self.quantize_gradient(dy, row, None, column_factor)
+            both = rowwise, self.quantize_gradient(dy, None, column)[1] if wgrad else None
         if both[0] is not None:
             self.observe("grad_output", dy, both[0], None, column_factor)
         return both
 
-    def cast_gradient(
+    def quantize_gradient(
         self, dy: torch.Tensor, rowwise: str | None, columnwise: str | None, column_factor: Factor = None
     ) -> Casts:
-        """Cast dy [T, N] in these granularities, None for a cast that is not wanted."""
+        """Quantize dy [T, N] in the given granularities; None: not requested."""
         spec = self.grad_output
         return quantize_both(dy, spec.format, rowwise, columnwise, spec.scale, column_factor=column_factor)
 
@@ -190,13 +192,13 @@ class LinearRecipe:
         row_factor: Factor = None,
         column_factor: Factor = None,
     ) -> None:
-        """Count what the cast of x, times its factors, lost; costs nothing outside measured steps."""
+        """Measure the error of quantized x · factors; no cost outside measured steps."""
         if not self.monitor.active:
             return
         if row_factor is not None or column_factor is not None:
-            # Statistics compare the codes with what was cast, and that is x times its factors.
+            # The error is relative to x · factors.
             x = _factored(x, row_factor, column_factor)
-        self.monitor.observe(tensor_class, x, quantized, self.site)
+        self.monitor.observe(tensor_class, x, quantized, self.name)
 
 
 def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:

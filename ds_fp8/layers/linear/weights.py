@@ -1,8 +1,8 @@
-"""Weights as operands of FP8 products: one alone, or several stacked that share their input.
+"""Quantized weights for FP8 GEMMs: one, or several with the same input, stacked.
 
-Under FP8 parameter gather a weight carries its gathered FP8 bytes as `weight.fp8_gathered`, and `weight.data` is a
-placeholder that must not be read. q, k and v (gate and up) are multiplied as one matrix of their stacked rows; gathered
-ones already lie so in memory (zero/collectives.py), and the stacked operand is a view.
+With the all-gather in FP8 the unsharded quantized weight is `weight.fp8_gathered`, and `weight.data` a placeholder that
+must not be read. q, k and v (gate and up) are multiplied as one matrix of stacked rows: all-gathers write them next to
+each other (zero/collectives.py), so that the stack is a view.
 """
 
 from __future__ import annotations
@@ -19,72 +19,71 @@ from ds_fp8.casts.quantization import block_scales, widened
 from ds_fp8.config.formats import BLOCK, SCALE_TYPES, group_shape, is_of_blocks
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
-# Attribute of a weight that holds its gathered QuantizedTensor [N, K] while ZeRO-3 has it available
-GATHERED = "fp8_gathered"
+# Attribute of a weight: its unsharded QuantizedTensor [N, K], or None while sharded
+UNSHARDED = "fp8_gathered"
 
-# Attribute of a weight that ZeRO-3 shards and gathers without an outlier block: codes [N, C] of the residuals of its
-# outlier channels' columns
+# Attribute of a weight that is all-gathered without its outlier block: quantized residuals [N, C] of the outlier
+# channels
 RESIDUAL = "fp8_residual"
 
-# Attribute of a weight that ZeRO-3 gathers with a whole layer: gathers the layer where a backward needs it and the
-# layer's output had no gradient
+# Attribute of a weight of a fused layer: unshards the layer for a backward that begins inside it, because its output
+# has no gradient
 BEFORE_BACKWARD = "fp8_before_backward"
 
-# Attribute of the weights of one fused product: the WeightGroup of them all, in the order their rows are stacked
+# Attribute of weights that are multiplied as one: their WeightGroup, in stacking order
 GROUP = "fp8_group"
 
 
 class WeightGroup(tuple):
-    # A pickled weight forgets it, because pickle cannot follow a cycle of parameters through themselves; the next
-    # conversion sets it again.
+    # Pickled as empty: pickle cannot follow the cycle of parameters and groups. The next conversion sets it again.
     def __reduce__(self) -> tuple:
         return WeightGroup, ()
 
 
-def gathered_for_backward(weight: nn.Parameter) -> None:
-    """Gather the layer of a weight, where ZeRO-3 has not, for a backward that reads the layer's parameters."""
+def unshard_for_backward(weight: nn.Parameter) -> None:
+    """Unshard the layer of a weight for backward, if ZeRO-3 has not."""
     gather = getattr(weight, BEFORE_BACKWARD, None)
     if gather is not None:
         gather()
 
 
 def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
-    """Return the weights of the fused product that this weight belongs to, or it alone."""
+    """Return all weights that are multiplied as one with this weight, in stacking order."""
     return getattr(weight, GROUP, ()) or (weight,)
 
 
-def weight_operand(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
-    """Return the FP8 weight [N, K]: what the gather brought, or a cast of a weight present in high precision."""
-    gathered = getattr(weight, GATHERED, None)
-    return recipe.cast_weight(weight) if gathered is None else gathered
+def quantized_weight(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
+    """Return the quantized weight [N, K]: all-gathered in FP8, or quantized here from high precision."""
+    quantized = getattr(weight, UNSHARDED, None)
+    return recipe.quantize_weight(weight) if quantized is None else quantized
 
 
 def can_stack(rows: Sequence[int], granularity: str) -> bool:
-    """Return whether matrices of these numbers of rows keep their scales when stacked."""
+    """Return whether matrices with these numbers of rows keep their scales in a stack: no block straddles two."""
     if not is_of_blocks(granularity):
         return True
     return all(count % group_shape(granularity)[0] == 0 for count in rows[:-1])
 
 
-def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
-    """Return the rows of all weights [N_i, K] as one FP8 operand [sum N_i, K].
+def stacked_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
+    """Return the weights [N_i, K] stacked as one quantized weight [sum N_i, K].
 
-    Scales per tensor become scales per row, unless they need no amax: those are the same for all.
+    Scales per tensor become scales per row, but constant scales stay.
 
     Raises:
         ValueError: Blocks would straddle two weights (`can_stack`).
     """
-    operands = [weight_operand(weight, recipe) for weight in weights]
+    operands = [quantized_weight(weight, recipe) for weight in weights]
     if len(operands) == 1:
         return operands[0]
     first = operands[0]
     if not can_stack([operand.shape[0] for operand in operands], first.granularity):
         raise ValueError(f"{first.granularity} blocks would straddle two stacked weights")
-    # As bytes, which torch stacks on every device.
+    # torch.cat supports bytes on every device, not FP8.
     data = _stacked([operand.data.view(torch.uint8) for operand in operands]).view(first.data.dtype)
     if first.granularity == "128x128":
         scales = [operand.scale for operand in operands]
-        # Gathered weights of one product have their scales side by side (zero/collectives.py): no copy then.
+        # Scales of weights that were all-gathered together are adjacent (zero/collectives.py): no copy.
         scale = _view_of_adjacent(scales)
         if scale is None:
             columns = scales[0].shape[1]
@@ -101,40 +100,39 @@ def stacked_operand(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> Qu
 
 
 def fprop_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
-    """Return fprop's operand of the stacked rows of weights [N_i, K], with its outlier block if there is one."""
-    whole = stacked_operand(weights, recipe)
-    return whole if recipe.outliers is None else _with_outliers(weights, whole, recipe.outliers.channels)
+    """Return the quantized weight of fprop, stacked from weights [N_i, K], with its outlier block if there is one."""
+    w = stacked_weight(weights, recipe)
+    return w if recipe.outliers is None else _with_outliers(weights, w, recipe.outliers.channels)
 
 
-def _with_outliers(
-    weights: Sequence[nn.Parameter], operand: QuantizedTensor, channels: torch.Tensor
-) -> QuantizedTensor:
-    if (whole := widened(operand, len(channels))) is not None:
-        return whole
+def _with_outliers(weights: Sequence[nn.Parameter], w: QuantizedTensor, channels: torch.Tensor) -> QuantizedTensor:
+    if (wide := widened(w, len(channels))) is not None:
+        return wide
     residuals = [_residual(weight, len(channels)) for weight in weights]
     if all(residual is None for residual in residuals):
-        # Weights that are present in high precision: their residuals are computed in every forward.
-        residual = weight_residual(torch.cat([weight.detach() for weight in weights]), operand, channels)
+        # All weights in high precision: residuals are computed in every forward.
+        residual = weight_residual(torch.cat([weight.detach() for weight in weights]), w, channels)
     elif len(residuals) == 1:
         residual = residuals[0]
     else:
-        # Of a stack some may be present (small ones persist under ZeRO-3) and others not: those hold no numbers.
+        # Weights in high precision (small ones persist under ZeRO-3) mixed with sharded ones, whose data is a
+        # placeholder.
         residual = torch.cat([
             weight_residual(weight.detach(), rows, channels).view(torch.uint8) if own is None else own.view(torch.uint8)
-            for weight, own, rows in zip(weights, residuals, _rows_of(operand, weights), strict=True)
+            for weight, own, rows in zip(weights, residuals, _rows_of(w, weights), strict=True)
         ])  # fmt: skip
-    return extend_weight(operand, residual, channels)
+    return extend_weight(w, residual, channels)
 
 
 def _residual(weight: nn.Parameter, channels: int) -> torch.Tensor | None:
-    """Return the residual codes [N, C] of the codes that were gathered; None of a weight in high precision."""
-    gathered = getattr(weight, GATHERED, None)
-    if gathered is None:
-        # A weight that another module reads, too, is gathered in BF16, and cast here: its codes and what they lost are
-        # others, though the shard's residuals still lie beside it.
+    """Return the quantized residuals [N, C] that were all-gathered with the weight; None of a high-precision weight."""
+    quantized = getattr(weight, UNSHARDED, None)
+    if quantized is None:
+        # A weight that another module shares is all-gathered in BF16 and quantized here: RESIDUAL, of the quantized
+        # shard, does not belong to it.
         return None
-    whole = widened(gathered, channels)
-    return getattr(weight, RESIDUAL, None) if whole is None else residual_in(whole, channels)
+    wide = widened(quantized, channels)
+    return getattr(weight, RESIDUAL, None) if wide is None else residual_in(wide, channels)
 
 
 def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Iterator[QuantizedTensor]:
@@ -148,38 +146,37 @@ def _rows_of(operand: QuantizedTensor, weights: Sequence[torch.Tensor]) -> Itera
 
 
 def dgrad_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Return dgrad's operand [K, N] of the stacked rows of weights [N_i, K], and a factor [N] for dy or None."""
-    if recipe.casts_weight_twice:
-        return recipe.cast_weight_columnwise(torch.cat([weight.detach() for weight in weights])), None
-    return dgrad_operand(stacked_operand(weights, recipe), recipe.transposed)
+    """Return (quantized wᵀ [K, N] for dgrad, stacked from weights [N_i, K]; factor [N] of dy, or None)."""
+    if recipe.quantizes_weight_twice:
+        return recipe.quantize_weight_columnwise(torch.cat([weight.detach() for weight in weights])), None
+    return transposed_weight(stacked_weight(weights, recipe), recipe.transposed)
 
 
-def dgrad_operand(
+def transposed_weight(
     w: QuantizedTensor, transposed: Callable[[QuantizedTensor], QuantizedTensor] = transpose
 ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """Return (wᵀ [K, N], factor [N] to multiply into dy before its cast, or None) for fprop's operand w [N, K].
+    """Return (wᵀ [K, N] for dgrad, factor [N] of dy or None) from the quantized w [N, K] of fprop.
 
-    `transposed` transposes a matrix: by default into a copy, with `LinearRecipe.transposed` as the backend needs it.
+    transposed: by default copies; `LinearRecipe.transposed` returns a view if the backend reads one.
     """
     if w.granularity != "row":
         return transposed(w), None
-    #     dx[t, k] = sum_n dy[t, n] scale[n] code[n, k]
-    # The scales of w's rows lie along dgrad's contraction, where a product takes no scale a row. They go into dy before
-    # its cast, and w's codes are multiplied as they are, with a scale of 1.
+    #     dx[t, k] = sum_n dy[t, n] scale[n] data[n, k]
+    # No GEMM applies scales along the contraction: they are multiplied into dy before it is quantized, and the data of
+    # w get scale 1.
     ones = torch.ones((), device=w.scale.device)
-    codes = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
-    return transposed(codes), w.scale.reshape(-1)
+    data = replace(w, scale=ones, granularity="tensor", scale_type="pow2")
+    return transposed(data), w.scale.reshape(-1)
 
 
 def split_rows(gradient: torch.Tensor, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradient of stacked parameters as one of each: views of its rows, None where none is wanted."""
+    """Split the gradient of stacked parameters into views of rows; None for a parameter without requires_grad."""
     pieces = gradient.split([len(parameter) for parameter in parameters])
     return tuple(p if parameter.requires_grad else None for p, parameter in zip(pieces, parameters, strict=True))
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a stride-0 NaN of the weight's shape: autograd accepts it, a stray read is loud."""
-    # One element in memory, whatever the shape: all strides are 0.
+    """Return NaN of the weight's shape with strides 0, one element in memory: a stray read yields NaN."""
     return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
@@ -189,7 +186,7 @@ def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _view_of_adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the matrices [N_i, K] as one view, if each begins in memory where the one before ends; else None."""
+    """Return matrices [N_i, K] as one view if they are adjacent in memory, else None."""
     first = parts[0]
     row = first.stride(0)
     offset = first.storage_offset()
@@ -200,6 +197,6 @@ def _view_of_adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
             or part.storage_offset() != offset
         ):
             return None
-        # Not data_ptr of the part alone: two matrices may touch in memory and have other strides.
+        # data_ptr alone would not do: adjacent matrices may have other strides.
         offset += part.shape[0] * row
     return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

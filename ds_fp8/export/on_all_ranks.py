@@ -13,7 +13,7 @@ from ds_fp8.config.errors import UserError, as_user_error
 T = TypeVar("T")
 
 
-def together(call: Callable[[], T], words: Callable[[Exception], UserError] | None = None) -> list[T]:
+def on_all_ranks(call: Callable[[], T], words: Callable[[Exception], UserError] | None = None) -> list[T]:
     """Return the results of `call` of all ranks, or raise the error of one on all. Collective after the call.
 
     words: makes a UserError of an error; without it a rank raises its own error unchanged.

@@ -24,7 +24,7 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, first_paragraph
 from ds_fp8.config.files import read_json
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.config.fp8 import FP8Config, section_of
+from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
 from ds_fp8.config.presets import with_assumed_preset
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import DataConfig
@@ -339,7 +339,7 @@ def _stage_that_writes(run_dir: str, file: Path) -> Path | None:
 def _cached_shape(
     model_json: str, kind: type[PretrainedConfig], fp8_json: str, device: Device, lora: Lora | None
 ) -> ModelShape:
-    return model_shape(kind.from_dict(json.loads(model_json)), FP8Config.model_validate_json(fp8_json), device, lora)
+    return model_shape(kind.from_dict(json.loads(model_json)), parse_fp8({"fp8": json.loads(fp8_json)}), device, lora)
 
 
 def model_shape(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ds_fp8
+import ds_fp8.research  # of the preset "fishman"
 from ds_fp8.config.presets import merge, preset_values
 from ds_fp8.memory import estimate
 from ds_fp8.memory.states import EMULATED

@@ -251,7 +251,7 @@ def test_long_rows_are_offered_the_host_and_then_tiles():
     tiles = settings_that_fit(raw, 2, offload.device_bytes - 1)
     assert tiles.change == f"{offload.change} --set fp8.activations.mlp_tile_tokens=8192"
     raw["fp8"] = {"preset": "rowwise", "activations": {"mlp_tile_tokens": 8192}}
-    with pytest.raises(UserError, match="that of all tokens"):
+    with pytest.raises(UserError, match="one scale for all tokens"):
         estimate(raw, gpus=2)
 
 

@@ -85,5 +85,5 @@ def report(layer):
 @pytest.mark.parametrize(("layer", "reads"), [(ReadsByAMethod, True), (CallsOnly, False)])
 def test_the_report_names_what_leaf_modules_read(ranks, layer, reads):
     seen = ranks(2, report, layer)[0]
-    assert any("2 FP8 linears are gathered in BF16" in note for note in seen["notes"]) == reads
+    assert any("2 FP8 linears are all-gathered in BF16" in note for note in seen["notes"]) == reads
     assert seen["fp8_gathered_parameters"] == (0 if reads else 2 * 131 * 131)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from deepspeed.utils import (
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from ds_fp8.engine import initialize
+from ds_fp8.engine.attach import parameters_with_corrections
 from tests.optim.test_zero import to_universal, weights_and_moments
 from tests.zero import models
 
@@ -76,6 +80,38 @@ def assert_like_fp32(fp32, coded):
             assert (kept[name] - master).norm() < 0.05 * 6 * 3e-4 * master.numel() ** 0.5, name
     for name in coded[0][1]:
         assert all(torch.equal(coded[0][1][name], other[1][name]) for other in coded)
+
+
+def only_coded(model, trained):
+    return {key: False for key, of_bf16 in parameters_with_corrections(model, trained).items() if not of_bf16}
+
+
+def tie(net):
+    net.lm_head.weight = net.embedding.weight
+
+
+def other_masters(split, moments, threshold, prepared):
+    """Train with masters of embedding, head and vectors in FP32, or `split` into BF16 and 16 bits."""
+    ds_config = config(stage3_param_persistence_threshold=threshold)
+    ds_config["fp8"]["optimizer"] |= {"exp_avg": moments, "exp_avg_sq": moments}
+    unsplit = mock.patch.object(initialize, "parameters_with_corrections", only_coded)
+    with contextlib.nullcontext() if split else unsplit:
+        engine = models.build(ds_config, sizes=SIZES, **prepared)
+    found = {"losses": torch.tensor(models.train(engine, 3)), **state(engine), **models.bf16_weights(engine)}
+    flat = engine.optimizer.fp32_partitioned_groups_flat
+    return found, sum(one.untyped_storage().nbytes() for one in flat), len(flat)
+
+
+@pytest.mark.parametrize(
+    ("world", "moments", "threshold", "prepared"),
+    [(1, "fp32", 300, {}), (2, "bf16", 0, {"prepare": tie}), (3, "bf16", 8000, {"born_sharded": True})],
+)
+def test_masters_of_what_is_all_gathered_in_bf16_are_fp32_in_less_memory(ranks, world, moments, threshold, prepared):
+    split, fp32 = (ranks(world, other_masters, split, moments, threshold, prepared) for split in (True, False))
+    for (found, bytes_left, groups), (expected, nbytes, of_fp32) in zip(split, fp32, strict=True):
+        assert_same(found, expected)
+        assert bytes_left < nbytes / 8
+        assert groups > of_fp32
 
 
 def batch(engine, number):

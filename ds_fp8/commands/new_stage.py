@@ -301,7 +301,7 @@ def check_run(stage: Stage, needs: Estimate | None) -> None:
 
 def _describe(stage: Stage, console: Console) -> None:
     train, fp8 = stage.train, f"FP8, preset {stage.fp8.preset_name}" if stage.fp8.enabled else "BF16"
-    what = f"adapters of rank {train.lora.r} beside" if train.lora else "all weights of"
+    what = f"adapters of rank {train.lora.r} on" if train.lora else "all weights of"
     recomputed = ", layers recomputed" if stage.model.activation_checkpointing else ""
     epochs = f" ({train.epochs:g} epochs)" if train.epochs else ""
     rate = stage.configuration.optimizer_params["lr"]

@@ -1,6 +1,6 @@
-"""Decisions of a configuration as frozen plans, made by engine/plans.py; packages below read no section.
+"""Frozen plans of weights (GroupPlan) and steps (StepPlan), made of a configuration by engine/plans.py.
 
-The third is LayersPlan (layers/convert.py), of the recipes of linears.
+The plan of layers is LayersPlan (layers/convert.py). Packages below engine/ read plans, and no section.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def least(group: torch.distributed.ProcessGroup | None, *numbers: int) -> list[i
 
 
 class State(IntEnum):
-    """State of a shape. In this order, so that the state on all ranks is the least of theirs."""
+    """State of a shape on all ranks (Shape.agree); EAGER where ranks have different shapes."""
 
     EAGER = 0  # a reason says why
     WARM = 1

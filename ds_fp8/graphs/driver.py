@@ -1,6 +1,6 @@
 """The driver of an engine's CUDA graphs: decides on all ranks what happens with each micro-batch.
 
-    WARM ---> READY ---> CAPTURED      state of a shape: the least of all ranks'
+    WARM ---> READY ---> CAPTURED      state of a shape, by facts of all ranks
       |                     |
       +------> EAGER <------+          a capture failed, or this call cannot be a graph: with the reason
 
@@ -38,6 +38,7 @@ from ds_fp8.zero.deepspeed.micro_step import MicroStep
 EAGER_STEPS = 2  # micro-batches of a shape that run eagerly before one is captured
 UNORDERED_STEPS = 6  # the same where DeepSpeed never learns the order of modules: forwards without gradients between
 MAX_GRAPHS = 8  # shapes that are captured: every graph keeps separate buffers
+MOST_SHAPES = 512  # shapes that are remembered before those without graphs are forgotten
 MAX_CHANGES = 3  # changes of a captured model's code or settings, or failed captures, after which all graphs end
 PAID_AFTER = 50  # replays that save more time than a capture takes; graphs freed sooner for memory end
 
@@ -167,6 +168,8 @@ class GraphDriver:
                 for name, x in sorted(call.batch.items())
             )
             call.signature = batch, *micro_step.kind
+            if len(self._shapes) >= MOST_SHAPES:  # where lengths vary without end: on this rank, the least counts
+                self._shapes = {key: one for key, one in self._shapes.items() if one.graph or one.reason}
             call.shape = self._shapes.setdefault(call.signature, call.shape)
             call.why = call.shape.reason
         return call

@@ -271,7 +271,7 @@ class FP8ParamGroup:
         return self.coded.into_state(state)
 
     def step(self, step: Callable[[], Any], skipped: Callable[[], bool]) -> Any:
-        """Take DeepSpeed's own step, of an optimizer other than AdamW, and requantize what it has changed."""
+        """Take DeepSpeed's own step, where this package's cannot run, and requantize what it has changed."""
         self.wait_for_requantize()  # it reads masters, on a stream of its own
         try:
             result = step()

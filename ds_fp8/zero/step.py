@@ -105,7 +105,7 @@ class Step:
                 self._zero.unshard_persistent()
         except BaseException:
             # The program may go on, behind the user's interrupt for one.
-            if group is not None and self._masters_may_be_new():
+            if self._masters_may_be_new() and group is not None:
                 group.step_ended_midway()
             raise
         finally:

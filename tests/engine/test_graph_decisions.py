@@ -68,6 +68,24 @@ def test_training_that_always_has_several_forwards_captures_nothing(ranks):
     assert said == ["CUDA graphs are off: one backward has the losses of several forwards"]
 
 
+def many_lengths(_):
+    engine, _ = engine_of()
+    graphs = engine.fp8.graphs = Graphs(engine)
+    before, driver.MOST_SHAPES = driver.MOST_SHAPES, 3
+    for step, length in enumerate((64, 64, 64, 64, *range(16, 64, 8))):
+        take_step(engine, forward(engine, length, step))
+    driver.MOST_SHAPES = before
+    found = len(graphs._shapes), graphs.captured
+    engine.destroy()
+    return found
+
+
+def test_lengths_that_vary_without_end_are_forgotten_but_for_those_with_graphs(ranks):
+    remembered, captured = ranks(1, many_lengths, None)[0]
+    assert remembered <= 3
+    assert captured == 1
+
+
 def of_one_rank(what, most=None):
     """Run steps between which something happens on rank 0 alone; return what became of them, losses, what was said."""
     engine, said = engine_of()

@@ -316,3 +316,37 @@ def test_a_step_may_end_at_any_line(ranks, kind, overflow, tmp_path):
     wrong, ended = ranks(1, at_every_line, kind, str(tmp_path), overflow)[0]
     assert wrong == []
     assert ended > 15
+
+
+def skipped_and_ended_midway():
+    """Interrupt a step that is skipped, with all-gathers in BF16; return AdamW's counts of steps before and after."""
+    engine = models.build(models.config({"param_gather": {"format": "bf16"}}), sizes=SIZES)
+    models.train(engine, 2)
+    counts = [[int(state["step"]) for state in engine.basic_optimizer.state.values()]]
+    engine.backward(engine(models.batch(2, 0).to(engine.device)) * torch.inf)
+    with mock.patch.object(streams.Fetch, "get", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    return [*counts, [int(state["step"]) for state in engine.basic_optimizer.state.values()]]
+
+
+def test_a_skipped_step_that_ends_midway_does_not_count(ranks):
+    before, after = ranks(1, skipped_and_ended_midway)[0]
+    assert before == after == [2] * len(before)
+
+
+def loads_after_one_without_memory(fails):
+    engine = engine_of("fp32")
+    models.train(engine, 2)
+    group = engine.fp8.weights
+    if fails:
+        without = mock.patch.object(group, "restore_bf16", side_effect=torch.OutOfMemoryError)
+        with without, pytest.raises(torch.OutOfMemoryError):
+            engine.optimizer.refresh_fp32_params()
+    engine.optimizer.refresh_fp32_params()
+    return {**masters(engine), **models.bf16_weights(engine)}, all(look_at_gathered(engine, "infir2").values())
+
+
+def test_a_load_without_memory_leaves_the_next_one_as_it_is(ranks):
+    (found, are_casts), (expected, _) = (ranks(1, loads_after_one_without_memory, fails)[0] for fails in (True, False))
+    assert are_casts
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,4 +1,4 @@
-"""Every method of DeepSpeed that is replaced, by its name, and what is called in its place; until engine.destroy().
+"""Methods of DeepSpeed that are replaced, by name, and what is called in their place; until engine.destroy().
 
 A replacement gets DeepSpeed's own method before the arguments: it decides when that runs, and whether it does. Parts of
 this package that an engine lacks are None: their calls go to DeepSpeed.
@@ -308,8 +308,8 @@ class Hooks:
         if self._writes_masters or self.group is None:
             # DeepSpeed's load of weights alone refreshes the masters in its midst, and reads the BF16 shards after.
             return stock(*args, **kwargs)
+        self.group.restore_bf16()  # may run out of memory: nothing is being written then
         self._writes_masters = True
-        self.group.restore_bf16()
         try:
             with self.group.write_master():
                 return stock(*args, **kwargs)

@@ -431,7 +431,7 @@ class Guardian:
             self._link.send({"state": {**self._state, "age": now - self._moved, "stopped": now - since}})
 
     def _rank_ended(self, now: float) -> None:
-        """Report the rank's exit, and stay until the judge has decided."""
+        """Report the rank's exit, and stay until rank 0's guardian has decided whether the job ends."""
         if self._ended is None:
             self._ended = now
             if self._died is not None:  # readable from now on: the loop would not sleep

@@ -72,7 +72,7 @@ class Configuration:
             parsed = DeepSpeedConfig(judged)
         except Exception as whole:
             seen = {error.key.partition(".")[0] for error in mistakes}
-            # One section at a time, with a valid batch size: messages name the key within a section only.
+            # Section by section: DeepSpeed's messages name a key, but not its section.
             for key in sorted(self.values.keys() & known_keys() - {TRAIN_BATCH, MICRO_BATCH, ACCUMULATION} - seen):
                 try:
                     DeepSpeedConfig({MICRO_BATCH: 1, key: copy.deepcopy(self.values[key])})

@@ -102,7 +102,7 @@ def without_words(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves_preset_open(section: Any) -> bool:
-    """Return whether an enabled section gives neither a preset nor casts of the linears."""
+    """Return whether an enabled section names neither a preset nor the formats of linears."""
     section = as_section(section)
     if not isinstance(section, Mapping) or section.get("enabled", True) is not True:
         return False

@@ -147,7 +147,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     where = {} if local else {"revision": revision}
     try:
         about = get_tokenizer_config(source, **where)
-        # Not by AutoTokenizer where the file is everything: see save_tokenizer.
+        # A tokenizer that is tokenizer.json alone is not read by AutoTokenizer: see save_tokenizer.
         generic = about.get("tokenizer_class") in GENERIC and "auto_map" not in about
         # Without that file AutoTokenizer may build the tokenizer from the files of an older kind.
         file = folder / "tokenizer.json"

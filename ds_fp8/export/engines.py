@@ -176,7 +176,7 @@ def unsharded_entries(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> Iterator
 
 
 def _joined(unshard: Callable[[], T], parameter: torch.nn.Parameter) -> T | Exception:
-    """Return the result of `unshard` or this rank's error, after joining the collective in either case.
+    """Return the result of `unshard`, or its error; this rank takes part in the collective with either.
 
     An error before the collective (out of memory) would leave the other ranks waiting: this rank frees memory and
     joins. If that fails, too, the process ends, and its launcher ends the others.

@@ -243,7 +243,7 @@ class GraphDriver:
             self._end(why or "another rank's model has hooks or attributes that graphs would leave out")
             return False
         self._micro_step.reset()
-        # Now, before the graph takes what is free, a check can be tried out.
+        # A dry run of a check measures its memory now: once the graph exists, there may be too little to try.
         before = self._forward_state()
         shape.check_bytes = self._pool.memory_of_check(lambda: self._compute(call))
         before.restore()

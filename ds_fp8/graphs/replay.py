@@ -255,7 +255,7 @@ class MicroBatchGraph:
         return tuple(leaf.clone() if torch.is_tensor(leaf) else leaf for leaf in chosen)
 
     def replay_backward(self, gradients: Sequence[torch.Tensor | None], forward: Forward) -> None:
-        """Add the gradients of a replayed forward to the shards; RuntimeError where that would be wrong."""
+        """Add the gradients of a replayed forward to the shards; RuntimeError if another forward came between."""
         if self._last is None or self._last() is not forward:
             raise RuntimeError(f"this forward has had its backward, or another forward has followed it: {OFF}")
         if self._progress != self._micro_step.progress or self._micro_step.reducing:

@@ -131,7 +131,7 @@ def _adamw(
         if ties is None:
             w = w.to(tl.float32)
         else:
-            # `master` is the corrections, `low` BF16; all 8 elements of a byte of ties are this program's.
+            # Split masters: BF16 in `low`, 16 more bits in `master`, a tie bit each; no other program has bits of these bytes.
             bit = (tl.arange(0, 128) % 8)[None, :]
             tie = (load(ties + offsets // 8, valid, EVEN).to(tl.int32) >> bit) & 1
             w = join_split(load(low + offsets, valid, EVEN), w, tie)

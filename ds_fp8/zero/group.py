@@ -413,7 +413,7 @@ class FP8ParamGroup:
             weight.make_bf16()
         self.restore_bf16()
 
-    # ---------------------------------------------------------------- out of FP8
+    # ---------------------------------------------------------------- weights that leave FP8
 
     def leave_fp8(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gather these in BF16 from now on, on all ranks alike; they are quantized with the others still."""

@@ -1,4 +1,4 @@
-"""Masters of weights that are quantized together, with their scales in one buffer: FP32 masters here.
+"""FP32 masters of weights that are quantized together, with their scales in one buffer (others: coded_masters.py).
 
     amax[b]  = max over all ranks of |master[i]|, i in block b     one all-reduce MAX, all weights together
     shard    = quantize(master shard, scale(amax))                 local, one byte a parameter

@@ -54,7 +54,7 @@ def add_new_stage(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Refuse options of MODEL DATA beside a stage, and a stage in the place of the model or a model in its place."""
+    """Refuse options of MODEL DATA with a stage, a stage in the place of MODEL, and a model in the place of a stage."""
     name = arguments.stage or ""
     if arguments.data is not None and (Path(name).suffix == ".json" or arguments.deepspeed_config):
         remedy = f"--set data.path={arguments.data}"

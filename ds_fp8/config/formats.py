@@ -127,7 +127,7 @@ class CastSpec:
 
     @property
     def emulated(self) -> bool:
-        """Whether only the backend "reference" multiplies such operands."""
+        """Return whether only the backend "reference" multiplies such operands."""
         native = self.format in NATIVE_FORMATS and self.granularity in NATIVE_GRANULARITIES
         return not (native and SCALE_TYPES[self.scale].multiplied)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ def least(group: torch.distributed.ProcessGroup | None, *numbers: int) -> list[i
     return found.tolist()
 
 
-class State(IntEnum):
+class State(Enum):
     """State of a shape on all ranks (Shape.agree); EAGER where ranks have different shapes."""
 
     EAGER = 0  # a reason says why
@@ -66,7 +66,7 @@ class Action(Enum):
 
 
 class Facts(NamedTuple):
-    """Facts of a micro-batch; each is the least over all ranks."""
+    """State of the shape of a micro-batch on all ranks, and facts, each the least over all ranks."""
 
     state: State
     alone: bool  # no other forward is outstanding, or graphs have been captured: this is how the training goes

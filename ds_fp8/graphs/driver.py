@@ -189,7 +189,7 @@ class GraphDriver:
         graph = shape.graph
         ordered = self._micro_step.ready and not self._evaluated
         mine = Facts(
-            state=State.EAGER,
+            state=State.EAGER,  # replaced below, when the ranks have compared the rest
             alone=not call.outstanding or self._captured_once,
             lasting=not self._gives_up,
             unmeasured=unmeasured,
@@ -204,12 +204,12 @@ class GraphDriver:
         # MIN of a number and of its negative: equal bounds mean that all ranks have the same one.
         held = graph.max_documents if usable else -1
         lowest, highest, most, held, call.ordered, *found = agreement.least(
-            self._group, number, -number, -call.documents, held, ordered, *shape.eager_runs, *mine
+            self._group, number, -number, -call.documents, held, ordered, *shape.eager_runs, *mine[1:]
         )
         state, needed = State.EAGER, EAGER_STEPS if call.ordered else UNORDERED_STEPS
         if lowest > 0 and lowest == -highest:
             state = shape.agree(-most, held, found[:2], needed)
-        facts = Facts(*found[2:])._replace(state=state)
+        facts = Facts(state, *found[2:])
         if state is State.EAGER and unmeasured and facts.alone:
             self._log(f"without CUDA graphs: {call.why or OTHERS_DIFFER}")
         action, reason = agreement.decide(facts)

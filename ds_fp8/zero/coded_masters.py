@@ -152,7 +152,7 @@ class CodedMasters(Masters):
 
     @property
     def stale(self) -> bool:
-        """Whether requantize, or residuals after a step, are due."""
+        """Return whether requantize, or residuals after a step, are due."""
         return self._residuals_due or super().stale
 
     def requantize(self) -> None:

@@ -95,7 +95,7 @@ class Masters:
 
     @property
     def stale(self) -> bool:
-        """Whether requantize is due, for all weights in one all-reduce and launch."""
+        """Return whether requantize is due, for all weights in one all-reduce and launch."""
         return any(weight.stale for weight in self.weights)
 
     @property

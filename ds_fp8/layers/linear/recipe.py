@@ -50,7 +50,7 @@ class LinearRecipe:
 
     @property
     def quantizes_weight_twice(self) -> bool:
-        """Whether dgrad needs w quantized again, along N: its groups do not transpose."""
+        """Return whether dgrad needs w quantized again, along N: its groups do not transpose."""
         return is_of_groups(self.weight.granularity)
 
     def at(self, name: str) -> LinearRecipe:
@@ -64,12 +64,12 @@ class LinearRecipe:
 
     @property
     def fuses_casts(self) -> bool:
-        """Whether kernels that compute a layer's input may quantize it, too."""
+        """Return whether kernels that compute a layer's input may quantize it, too."""
         return not self.input.by_torch
 
     @property
     def quantizes_by_tile(self) -> bool:
-        """Whether a tile of 128 x 128 elements holds full groups of all casts in backward."""
+        """Return whether a tile of 128 x 128 elements holds full groups of all casts in backward."""
         if self.input.by_torch or self.grad_output.by_torch:
             return False
         # Scales per row or per tensor need the amax of all of it before the first element is quantized.

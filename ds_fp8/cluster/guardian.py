@@ -5,22 +5,24 @@ GPU, lock of Python or collective blocks a guardian. Guardians report twice a se
 a rank that failed, died or is stopped, a silent host, a job without progress. They end their ranks on its order, or
 when it is silent.
 
-Run by path, with the standard library alone: a few MiB. Messages are lines of JSON.
+Their connections are their own: torch's TCPStore stops with rank 0, and whoever reaches its port may delete keys, while
+a silent host must end the job. Rank 0's guardian listens until all are connected, and no longer. Run by path, with the
+standard library alone: 20 MiB, where torch takes 220. Messages are lines of JSON.
 """
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import hmac
 import json
 import os
-import select
-import selectors
+import resource
 import signal
 import socket
 import stat
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +32,12 @@ TICK = 0.5  # seconds between two messages of a guardian, and between two checks
 MORE_FINDINGS = 2.0
 OBEYS = 3.0  # seconds for a rank to print its stack and end itself on order; then it is killed
 FAREWELL = 8.0
-LEAVES = 120.0  # seconds from a rank's message that it is done to the end of its process
-LIMIT = 1 << 20
+LEAVING, LEAVES = "leaving", 120.0  # of a rank that is done, and seconds until its process must have ended
+LIMIT = 1 << 20  # bytes of a message
 # Seconds for a connection to show the token, and the number of such connections besides the ranks'.
 GREETS, STRANGERS = 5.0, 64
+# Seconds without a message after which a host counts as lost: half the timeout, within these limits.
+MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
 
 # Failure kinds by severity, with the exit code of all ranks.
 DIED, SILENT, ABSENT, STOPPED, HUNG = "died", "silent", "absent", "stopped", "hung"
@@ -42,215 +46,145 @@ CODES = {DIED: 75, SILENT: 75, ABSENT: 75, STOPPED: 75, HUNG: 75, USER: 2, ERROR
 AFTER = {75: "the same command resumes from the last checkpoint", 1: "a rank failed: see its traceback above"}
 
 
-class Lines:
-    """Lines of JSON over a pipe or socket, without blocking."""
+def encoded(**message: Any) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
-    def __init__(self, reads: int, writes: int | None = None) -> None:
-        self.reads, self._writes = reads, reads if writes is None else writes
-        self.open = True
-        self._read = self._unsent = b""
-        for descriptor in {self.reads, self._writes}:
-            os.set_blocking(descriptor, False)
 
-    def send(self, message: dict[str, Any]) -> None:
-        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
-        try:
-            self._unsent = self._unsent[os.write(self._writes, self._unsent) :]
-        except BlockingIOError:
-            self.open = self.open and len(self._unsent) < LIMIT
-        except OSError:
-            self.open = False
-
-    def received(self) -> list[dict[str, Any]]:
-        """Return the received messages; `open` becomes False at the end, or at a line that is not a message."""
-        try:
-            data = os.read(self.reads, 1 << 16)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
-        *lines, self._read = (self._read + data).split(b"\n")
-        messages: list[dict[str, Any]] = []
-        try:
-            for line in lines:
-                message = json.loads(line)
-                messages += [message] if isinstance(message, dict) else []
-                data = data if isinstance(message, dict) else b""
-        except (ValueError, RecursionError):
-            data = b""
-        self.open = self.open and bool(data) and len(self._read) < LIMIT
-        return messages
+def silence_of(state: dict[str, Any]) -> float:
+    return min(MAX_SILENCE, max(MIN_SILENCE, state["timeout"] / 2))
 
 
 @dataclass
 class Rank:
-    """A rank as reported to the judge.
-
-    `heard` and `moved`: times of its last message and progress; `silence` and `patience`: seconds until the next is
-    overdue; `stopped`: seconds for which a signal has stopped it, at most `limit`.
-    """
+    """A rank as its guardian reports it; `heard`, `moved`, `ran`: when there last was a message, progress, no stop."""
 
     host: str
-    lines: Lines
+    writer: asyncio.StreamWriter
+    state: dict[str, Any]  # Guardian.state
     heard: float
-    doing: str = "starting"
-    moved: float = 0.0
-    patience: float = float("inf")
-    silence: float = float("inf")
-    stopped: float = 0.0
-    limit: float = float("inf")
-    gone: bool = False
+    moved: float
+    ran: float
 
 
 class Judge:
     """Decides in rank 0's guardian when, and why, the job ends."""
 
-    def __init__(self, about: dict[str, Any], selector: selectors.BaseSelector) -> None:
-        self._about, self._selector = about, selector
+    def __init__(self, about: dict[str, Any]) -> None:
+        self._about, self._world = about, about["world"]
         self._ranks: dict[int, Rank] = {}
         self._findings: dict[int, tuple[str, str]] = {}  # rank -> (failure kind, details), in order of arrival
-        self._strangers: dict[socket.socket, float] = {}  # connection without a token -> its deadline, oldest first
-        self._started = self._looked = self._paused = time.monotonic()
-        self._phase, self._until = "watch", 0.0
-        self.done = False
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # connections without the token, oldest first
+        self._started = self._looked = self._ran = self._present = time.monotonic()
 
-    def serve(self, address: str | None, token: str) -> int:
-        """Listen for guardians with the token at an address of this host, None for all; return the port."""
-        both = address is None and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both or ":" in (address or "") else socket.AF_INET
+    async def run(self) -> None:
+        """Listen for the guardians; return when the job has ended."""
+        # asyncio calls this when no descriptor is free for a connection, and goes on after a second.
+        asyncio.get_running_loop().set_exception_handler(lambda *_: self._close(*self._strangers))
         # A long queue: the guardians of thousands of ranks connect within the same second.
-        listener = socket.create_server((address or "", 0), family=family, dualstack_ipv6=both, backlog=4096)
-        self._token = token
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
-        return listener.getsockname()[1]
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except OSError as error:  # closed already, or no descriptor is free: close strangers
-            none_left = error.errno in (errno.EMFILE, errno.ENFILE)
-            return self._close_strangers(len(self._strangers) if none_left else 0)
-        lines, number = Lines(connection.fileno()), None
-
-        def hear() -> None:
-            nonlocal number
-            if connection.fileno() < 0:  # closed since the selector returned it
+        listener = socket.socket(fileno=self._about["listener"])
+        self._server = await asyncio.start_server(self._hear, sock=listener, limit=LIMIT, backlog=4096)
+        while not self._findings:
+            await asyncio.sleep(TICK)
+            now, present = time.monotonic(), self._ranks_present()
+            self._find(now, present)
+            self._present = now if present or not self._ranks else self._present
+            if (
+                not self._findings
+                and not present
+                and (len(self._ranks) == self._world or now - self._present > FAREWELL)
+            ):
                 return
-            try:
-                for message in lines.received():
-                    if number is None:
-                        number = self._greeted(message, lines)
-                        self._strangers.pop(connection)
-                    else:
-                        self._note(number, message)
-            except (LookupError, TypeError, ValueError):  # not a guardian's
-                lines.open = False
-            if not lines.open:
-                self._close(connection)
-                if number is not None and not self._ranks[number].gone:
-                    self._ranks[number].gone = True
-                    self._findings.setdefault(number, (SILENT, "the connection to its guardian was closed"))
+        await self._until(MORE_FINDINGS, lambda: len(self._findings) == self._world)
+        kinds = {kind for kind, _ in self._findings.values()}
+        cause = next(kind for kind in CODES if kind in kinds)
+        if verdict := self._verdict(cause):
+            say(verdict)
+        present = self._ranks_present().values()
+        for rank in present:
+            rank.writer.write(encoded(end=CODES[cause], show=cause == HUNG))
+        # Silent ranks will not answer.
+        await self._until(FAREWELL, lambda: all(r.state["gone"] or time.monotonic() - r.heard > 2 for r in present))
 
-        self._selector.register(connection, selectors.EVENT_READ, hear)
-        self._strangers[connection] = time.monotonic() + GREETS
-        self._close_strangers(len(self._strangers) - self._about["world"] - STRANGERS)
+    def _ranks_present(self) -> dict[int, Rank]:
+        return {number: rank for number, rank in self._ranks.items() if not rank.state["gone"]}
 
-    def _close_strangers(self, number: int) -> None:
-        """Close the `number` oldest connections without a token, and those past their deadline."""
-        now = time.monotonic()
-        for place, (connection, deadline) in enumerate(list(self._strangers.items())):
-            if place < number or now > deadline:
-                self._close(connection)
+    async def _until(self, seconds: float, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not condition():
+            await asyncio.sleep(TICK)
 
-    def _close(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        connection.close()
-        self._strangers.pop(connection, None)
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._strangers[writer] = None
+        if len(self._strangers) > self._world + STRANGERS:
+            self._close(next(iter(self._strangers)))
+        rank = None
+        # Whatever a stranger sends: the connection is closed.
+        with suppress(OSError, LookupError, TypeError, ValueError, RecursionError, asyncio.TimeoutError):
+            number, rank = self._greeted(json.loads(await asyncio.wait_for(reader.readline(), GREETS)), writer)
+            while line := await reader.readline():
+                self._note(number, rank, json.loads(line))
+        self._close(writer)
+        if rank is not None and not rank.state["gone"]:
+            rank.state["gone"] = True
+            self._findings.setdefault(number, (SILENT, "the connection to its guardian was closed"))
 
-    def _greeted(self, message: dict[str, Any], lines: Lines) -> int:
+    def _close(self, *connections: asyncio.StreamWriter) -> None:
+        for writer in connections:
+            self._strangers.pop(writer, None)
+            writer.transport.abort()
+
+    def _greeted(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> tuple[int, Rank]:
         # In constant time: anybody may reach the port.
-        if not hmac.compare_digest(str(message.get("token")).encode(errors="replace"), self._token.encode()):
+        if not hmac.compare_digest(str(message["token"]).encode(errors="replace"), self._about["token"].encode()):
             raise ValueError("no token")
-        number, host = message["rank"], escaped(str(message["host"]).replace("\n", " "))
-        if type(number) is not int or not 0 <= number < self._about["world"] or number in self._ranks:
+        number, now = message["rank"], time.monotonic()
+        if type(number) is not int or not 0 <= number < self._world or number in self._ranks:
             raise ValueError("no rank")
-        self._ranks[number] = Rank(host, lines, time.monotonic())
-        return number
+        self._ranks[number] = Rank(message["host"], writer, self._about["state"].copy(), now, now, now)
+        self._strangers.pop(writer, None)
+        writer.write(encoded(alive=True))
+        if len(self._ranks) == self._world:
+            self._server.close()
+            self._close(*self._strangers)
+        return number, self._ranks[number]
 
-    def _note(self, number: int, message: dict[str, Any]) -> None:
-        rank, now = self._ranks[number], time.monotonic()
-        rank.heard = now
-        if "state" in message:
-            state = message["state"]
-            rank.doing = str(state["doing"])
-            for key in ("patience", "silence", "limit", "stopped"):
-                setattr(rank, key, float(state[key]))
-            # Ages, not times: clocks of hosts differ.
-            rank.moved = now - float(state["age"])
-            rank.lines.send({"alive": True})
-        elif "finding" in message:
-            kind, details = message["finding"]
-            self._findings.setdefault(number, (kind if kind in CODES else ERROR, str(details)))
-        elif "gone" in message:
-            rank.gone = True
+    def _note(self, number: int, rank: Rank, state: dict[str, Any]) -> None:
+        rank.heard = now = time.monotonic()
+        if state["stopped"] or state["beats"] != rank.state["beats"]:
+            rank.moved = now  # a stop has its own limit
+        rank.ran = rank.ran if state["stopped"] else now
+        rank.state = state
+        if state["finding"]:
+            self._findings.setdefault(number, tuple(state["finding"]))
+        rank.writer.write(encoded(alive=True))
 
-    @property
-    def present(self) -> list[Rank]:
-        return [rank for rank in self._ranks.values() if not rank.gone]
-
-    def look(self) -> None:
-        now = time.monotonic()
+    def _find(self, now: float, present: dict[int, Rank]) -> None:
+        """Find silent, absent and stopped ranks, and a job without progress."""
         if now - self._looked > 10 * TICK:
             # This host was suspended: messages of the meantime are not read yet.
-            for rank in self._ranks.values():
-                rank.heard = now
+            for rank in present.values():
+                rank.heard = rank.ran = now
         self._looked = now
-        self._close_strangers(0)
-        present = self.present
-        if self._phase == "watch":
-            self._find(now)
-            if self._findings:
-                self._phase, self._until = "more", now + MORE_FINDINGS
-            elif not present and len(self._ranks) == self._about["world"]:
-                self.done = True
-        elif self._phase == "more" and (now > self._until or len(self._findings) == self._about["world"]):
-            kinds = {kind for kind, _ in self._findings.values()}
-            cause = next(kind for kind in CODES if kind in kinds)
-            if said := escaped(self._verdict(cause)):
-                with suppress(OSError):
-                    print(f"\n{said}\n", file=sys.stderr, flush=True)
-            for rank in present:
-                rank.lines.send({"end": CODES[cause], "show": cause == HUNG})
-            self._phase, self._until = "farewell", now + FAREWELL
-        elif self._phase == "farewell":
-            # Silent ranks will not answer.
-            self.done = now > self._until or all(now - rank.heard > 2.0 for rank in present)
-
-    def _find(self, now: float) -> None:
-        """Find silent, absent and stopped ranks, and a job without progress."""
-        present = {number: rank for number, rank in self._ranks.items() if not rank.gone}
-        # The smallest: all ranks have one timeout, set at different times.
-        silence = min((rank.silence for rank in self._ranks.values()), default=float("inf"))
-        if all(rank.stopped for rank in present.values()):
-            self._paused = now  # stopped by the user (Ctrl-Z)
+        if all(rank.state["stopped"] for rank in present.values()):
+            self._ran = now  # stopped by the user (Ctrl-Z)
+        name = self._about["name"]
         for number, rank in present.items():
-            if now - rank.heard > silence:
+            stopped = now - rank.ran if rank.state["stopped"] else 0
+            if now - rank.heard > silence_of(rank.state):
                 self._findings.setdefault(number, (SILENT, f"no message for {now - rank.heard:.0f} s"))
-            elif rank.stopped > rank.limit and now - self._paused > 10 * TICK:
-                details = f"stopped by a signal for {rank.stopped:.0f} s: limit {self._about['name']}"
-                self._findings.setdefault(number, (STOPPED, details))
+            elif stopped > rank.state["timeout"] and now - self._ran > 10 * TICK:
+                self._findings[number] = (STOPPED, f"stopped by a signal for {stopped:.0f} s: limit {name}")
         if now - self._started > (self._about["arrival"] or float("inf")):
-            for number in set(range(self._about["world"])) - set(self._ranks):
-                details = f"did not arrive within {self._about['arrival']:.0f} s"
-                self._findings.setdefault(number, (ABSENT, details))
-        if not present or self._findings or len(self._ranks) < self._about["world"]:
+            for number in set(range(self._world)) - set(self._ranks):
+                self._findings[number] = (ABSENT, f"did not arrive within {self._about['arrival']:.0f} s")
+        if not present or self._findings or len(self._ranks) < self._world:
             return
         # One rank may work for long while the others wait for it (tokenizing): the last to make progress counts.
         number, last = max(present.items(), key=lambda item: item[1].moved)
+        patience, still = last.state["patience"], now - last.moved
         # Earlier by the time that ending takes: the job is gone when the timeout is over.
-        if now - last.moved > last.patience - min(15.0, last.patience / 5) > 0:
-            details = f"no progress for {now - last.moved:.0f} s in {last.doing}: limit {self._about['name']}"
-            self._findings[number] = (HUNG, details)
+        if still > patience - min(15.0, patience / 5) > 0:
+            self._findings[number] = (HUNG, f"no progress for {still:.0f} s in {last.state['doing']}: limit {name}")
 
     def _verdict(self, cause: str) -> str:
         """Return the message on the end of the job: cause, ranks, remedy."""
@@ -261,16 +195,17 @@ class Judge:
         if cause == USER:
             lines = []
             for details, ranks in guilty.items():
-                lines += [details, *([f"  where:  {self._place(ranks)}"] if len(ranks) < self._about["world"] else [])]
+                lines += [details, *([f"  where:  {self._place(ranks)}"] if len(ranks) < self._world else [])]
             return "\n".join(lines)
-        asked = ("was ended by SIGTERM", *(() if self._about["launched"] else ("ended without a message",)))
+        launched = self._about["launched"]
+        asked = ("was ended by SIGTERM", *(() if launched else ("ended without a message",)))
         were_asked = all(any(words in details for words in asked) for details in guilty)
         all_died = all(kind == DIED for kind, _ in self._findings.values())
         # A rank's death is reported before it is gone.
-        if all_died and were_asked and all(rank.gone or n in self._findings for n, rank in self._ranks.items()):
+        if all_died and were_asked and self._ranks_present().keys() <= self._findings.keys():
             return ""  # all were asked to end, and have
         code, after = CODES[cause], AFTER[CODES[cause]]
-        if code == 75 and not self._about["launched"]:  # its ranks may end with their own codes
+        if code == 75 and not launched:  # its ranks may end with their own codes
             after = "a rank was lost; go on from the last checkpoint"
         lines = [f"error: the job was ended on all hosts (exit code {code}: {after})"]
         # In order of arrival: later deaths may follow from the first.
@@ -278,9 +213,7 @@ class Judge:
         return "\n".join(lines)
 
     def _place(self, ranks: list[int]) -> str:
-        names = self._about["hosts"]
-        known = {number: names[number] for number in ranks if number < len(names)}
-        known |= {number: self._ranks[number].host for number in ranks if number in self._ranks}
+        known = dict(enumerate(self._about["hosts"])) | {number: rank.host for number, rank in self._ranks.items()}
         hosts = dict.fromkeys(known.get(number, "a host that never reported") for number in ranks)
         return f"{', '.join(hosts)} ({spans(ranks)})"
 
@@ -297,175 +230,132 @@ def spans(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def escaped(text: str) -> str:
-    """Return `text` with control characters escaped, except line breaks."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+def say(text: str) -> None:
+    """Print with control characters escaped, except line breaks."""
+    escaped = "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    with suppress(OSError):
+        print(f"\n{escaped}\n", file=sys.stderr, flush=True)
 
 
 class Guardian:
     """The guardian of one rank.
 
-    about: `rank`, `world`, `host`, `hosts`; `pid` of the rank; `limit`, seconds for which it may be stopped, and `name`
-    of that limit; `silence`, seconds without a message after which another rank is lost; `arrival`, seconds for all
-    ranks to report, or None; `launched`, whether the rank must end with its launcher, and within LEAVES.
+    about: `rank`, `world`, `host`, `hosts`; `pid` of the rank; `name` of the limit of a stop; `arrival`, seconds for
+    all ranks to report, or None; `launched`, whether the rank must end with its launcher; the first `state`; of rank 0
+    also `listener`, a descriptor, and `token`.
+    state: what the rank is `doing`, for at most `patience` seconds; `timeout`, for which it may be stopped; its number
+    of messages, `beats`; whether it is `stopped` or `gone`; its `finding`, [failure kind, details].
     """
 
-    def __init__(self, about: dict[str, Any]) -> None:
-        self._about = about
-        self._state = {"doing": "starting", "patience": about["arrival"] or float("inf"), "limit": about["limit"]}
-        self._state["silence"] = about["silence"]
-        self._selector = selectors.DefaultSelector()
-        self._rank = Lines(0, 1)
-        self._judge: Judge | None = None
-        self._link: Lines | None = None
-        self._unsent: list[dict[str, Any]] = []
-        self._moved = self._heard = self._looked = time.monotonic()
-        self._reported = 0.0
-        self._stopped_since = self._ended = self._ordered = None
-        self._leaving = self._asked = self._over = False
-        self._selector.register(0, selectors.EVENT_READ, self._obey)
-        self._died: int | None = None
+    async def run(self) -> None:
+        """Return once the rank is gone, and for rank 0 once all are."""
+        loop = asyncio.get_running_loop()
+        orders, self._rank = await asyncio.open_connection(sock=socket.socket(fileno=0), limit=LIMIT)
+        self._about = about = json.loads(await orders.readline())
+        self._state = about["state"].copy()
+        self._link: asyncio.StreamWriter | None = None
+        self._heard = self._looked = time.monotonic()
+        self._ordered = self._connecting = status = None
+        judge = asyncio.ensure_future(Judge(about).run()) if "listener" in about else None
+        obeying = asyncio.ensure_future(self._obey(orders))
+        self._tasks = [obeying, *([judge] if judge else [])]
+        if about["launched"] and any(kind(os.fstat(2).st_mode) for kind in (stat.S_ISFIFO, stat.S_ISSOCK)):
+            loop.add_reader(2, self._hung_up)
+        ended = asyncio.Event()
         if hasattr(os, "pidfd_open"):  # wakes this process at the rank's end, to report its exit status
             with suppress(OSError):
-                self._died = os.pidfd_open(about["pid"])
-                self._selector.register(self._died, selectors.EVENT_READ, self._look)
+                died = os.pidfd_open(about["pid"])
+                loop.add_reader(died, lambda: (ended.set(), loop.remove_reader(died)))
+        # The guardian is the rank's child: its parent changes when the rank dies, while a pid could be reused.
+        while os.getppid() == about["pid"] and (status := _exit_status(about["pid"])) is None:
+            self._look(time.monotonic())
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ended.wait(), TICK)
+            for task in self._tasks:
+                if task.done():
+                    task.result()  # raises its error
+        await asyncio.wait([obeying], timeout=TICK)  # its last messages
+        if self._connecting is not None:
+            await self._connecting
+        self._rank_ended(status)
+        if self._link is not None and judge is not None:
+            await judge
 
-    def run(self) -> None:
-        """Return once the rank is gone, and for rank 0 once all are."""
-        while not (self._over and (self._judge is None or self._judge.done)):
-            for key, _ in self._selector.select(TICK):
-                key.data()
-            self._look()
-            if self._judge is not None:
-                self._judge.look()
-                if self._over and time.monotonic() - self._ended > FAREWELL and not self._judge.present:
-                    return  # no other rank
+    async def _obey(self, orders: asyncio.StreamReader) -> None:
+        while line := await orders.readline():
+            self._state |= json.loads(line)
+            self._state["beats"] += 1
+            if connect := self._state.pop("connect", None):
+                self._connecting = asyncio.ensure_future(self._connect(*connect))
 
-    def _obey(self) -> None:
-        for message in self._rank.received():
-            self._moved = time.monotonic()
-            if "doing" in message:
-                self._state = message
-            elif "serve" in message:
-                self._judge = Judge(self._about, self._selector)
-                address, token = message["serve"]
-                try:
-                    port = self._judge.serve(address, token)
-                except OSError:
-                    # Not an address of this host, as behind a relay.
-                    address, port = None, self._judge.serve(None, token)
-                self._rank.send({"address": address, "port": port})
-            elif "connect" in message:
-                self._connect(*message["connect"])
-            elif "leaving" in message:
-                self._leaving = True
-                self._state = {**self._state, "doing": "leaving", "patience": 2 * LEAVES}
-            else:
-                self._report(message)
-        if not self._rank.open:
-            self._selector.unregister(0)
+    async def _connect(self, host: str, port: int, token: str) -> None:
+        """Connect to the judge with the job's token; again, if it had no descriptor free."""
+        about, silence, error = self._about, silence_of(self._state), None
+        deadline = time.monotonic() + silence
+        while time.monotonic() < deadline:
+            try:
+                answers, link = await asyncio.wait_for(asyncio.open_connection(host, port, limit=LIMIT), silence)
+                link.write(encoded(token=token, rank=about["rank"], host=about["host"]))
+                if await asyncio.wait_for(answers.readline(), silence):
+                    self._link, self._heard = link, time.monotonic()
+                    self._tasks.append(asyncio.ensure_future(self._follow(answers)))
+                    return
+            except (OSError, asyncio.TimeoutError) as raised:
+                error = raised
+            await asyncio.sleep(TICK)
+        self._give_up(f"the guardian of rank 0 cannot be reached at {host}:{port} ({error!r})")
 
-    def _connect(self, host: str, port: int, token: str) -> None:
-        """Connect to the judge with the job's token, and follow its orders."""
-        try:
-            self._socket = socket.create_connection((host, port), timeout=self._about["silence"])
-        except OSError as error:
-            return self._give_up(f"the guardian of rank 0 cannot be reached at {host}:{port} ({error})")
-        self._link, self._heard = Lines(self._socket.fileno()), time.monotonic()
-        self._selector.register(self._socket, selectors.EVENT_READ, self._hear)
-        self._link.send({"rank": self._about["rank"], "host": self._about["host"], "token": token})
-        for message in self._unsent:
-            self._link.send(message)
+    async def _follow(self, answers: asyncio.StreamReader) -> None:
+        with suppress(OSError):
+            while line := await answers.readline():
+                self._heard, answer = time.monotonic(), json.loads(line)
+                if "end" in answer:
+                    self._order(answer)
+        if self._state["doing"] != LEAVING:
+            self._give_up("the connection to rank 0's guardian was closed")
 
-    def _hear(self) -> None:
-        for message in self._link.received():
-            self._heard = time.monotonic()
-            if "end" in message:
-                self._order(message["end"], bool(message["show"]))
-        if not self._link.open:
-            self._selector.unregister(self._socket)
-            if not self._leaving:
-                self._give_up("the connection to rank 0's guardian was closed")
-
-    def _look(self) -> None:
+    def _look(self, now: float) -> None:
         """Report the rank's state; end the rank if the judge or the rank is overdue."""
-        now = time.monotonic()
-        if self._over:
-            return
         if now - self._looked > 10 * TICK:
             self._heard = now  # this host was suspended
         self._looked = now
-        # The guardian is the rank's child: its parent changes when the rank dies, while a pid could be reused.
-        if os.getppid() != self._about["pid"] or _zombie(self._about["pid"]) is not None:
-            self._rank_ended(now)
-        elif self._ordered is not None:
-            if now - self._ordered_at > OBEYS:
+        if self._ordered is not None:
+            if now - self._ordered > OBEYS:
                 # A thread of the rank calls os._exit, unless the rank is stopped.
                 os.kill(self._about["pid"], signal.SIGKILL)
-        elif self._leaving:
-            if self._about["launched"] and now - self._moved > LEAVES:
-                self._give_up("the rank had finished, but its process did not exit")
-            self._report_state(now)
-        else:
-            self._report_state(now)
-            if self._link is None and now - self._moved > self._state["patience"]:
-                self._give_up(f"no progress for {now - self._moved:.0f} s in {self._state['doing']}")
-            elif self._link is None and now - (self._stopped_since or now) > self._state["limit"]:
-                self._give_up(f"stopped by a signal: limit {self._about['name']}")
-            elif self._link is not None and now - self._heard > self._state["silence"]:
-                self._give_up(f"no message from rank 0's host for {now - self._heard:.0f} s")
-            elif self._about["launched"] and not self._asked and _hung_up(2):
-                # The job's output has no reader: the launcher was killed, or its link is down. As SIGTERM by hand.
-                self._asked = True
-                self._rank.send({"stop": True})
+            return
+        self._state["stopped"] = _stat(self._about["pid"])[:1] == ["T"]
+        if self._link is not None and not self._link.is_closing():
+            self._link.write(encoded(**self._state))
+        if self._link is not None and now - self._heard > silence_of(self._state):
+            self._give_up(f"no message from rank 0's host for {now - self._heard:.0f} s")
 
-    def _report_state(self, now: float) -> None:
-        stopped = _stat(self._about["pid"])[:1] == ["T"]
-        self._stopped_since = (self._stopped_since or now) if stopped else None
-        if stopped:
-            self._moved = now  # a stop has its own limit
-        # Every TICK, not each iteration: rank 0's guardian wakes itself by its messages to the judge.
-        if self._link is not None and now - self._reported >= TICK:
-            self._reported = now
-            since = self._stopped_since or now
-            self._link.send({"state": {**self._state, "age": now - self._moved, "stopped": now - since}})
+    def _rank_ended(self, status: int | None) -> None:
+        how = "ended without a message (killed, crashed or out of memory)"
+        if status:
+            code = os.waitstatus_to_exitcode(status)
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if self._state["doing"] != LEAVING and self._ordered is None and status != 0 and self._state["finding"] is None:
+            self._state["finding"] = [DIED, f"its process {how}"]
+        self._state["gone"] = True
+        if self._link is not None:
+            self._link.write(encoded(**self._state))
 
-    def _rank_ended(self, now: float) -> None:
-        """Report the rank's exit, and stay until rank 0's guardian has decided whether the job ends."""
-        if self._ended is None:
-            self._ended = now
-            if self._died is not None:  # readable from now on: the loop would not sleep
-                self._selector.unregister(self._died)
-            status = _zombie(self._about["pid"])
-            if self._rank.open:
-                self._obey()  # its last messages
-            how = "ended without a message (killed, crashed or out of memory)"
-            if status:
-                ended = os.waitstatus_to_exitcode(status)
-                how = f"was ended by {signal.Signals(-ended).name}" if ended < 0 else f"exited with code {ended}"
-            if not self._leaving and self._ordered is None and status != 0:
-                self._report({"finding": [DIED, f"its process {how}"]})
-            self._report({"gone": True})
-        self._over = self._judge is not None or now - self._ended > TICK
+    def _hung_up(self) -> None:
+        # The job's output has no reader: the launcher was killed, or its link is down. As SIGTERM by hand.
+        asyncio.get_running_loop().remove_reader(2)
+        os.kill(self._about["pid"], signal.SIGTERM)
 
     def _give_up(self, why: str) -> None:
-        if self._ordered is None and self._ended is None:
-            self._order(CODES[LOST])
-            with suppress(OSError):
-                os.set_blocking(2, False)  # the output may lead to an unreachable host
-                line = escaped(f"error: {self._about['host']} (rank {self._about['rank']}) was ended: {why}")
-                print(f"\n{line}\n", file=sys.stderr, flush=True)
+        if self._ordered is None and not self._state["gone"]:
+            self._order({"end": CODES[LOST], "show": False})
+            os.set_blocking(2, False)  # the output may lead to an unreachable host
+            say(f"error: {self._about['host']} (rank {self._about['rank']}) was ended: {why}")
 
-    def _order(self, code: int, show: bool = False) -> None:
+    def _order(self, order: dict[str, Any]) -> None:
         if self._ordered is None:
-            self._ordered, self._ordered_at = code, time.monotonic()
-            self._rank.send({"show": True, "end": code} if show else {"end": code})
-
-    def _report(self, message: dict[str, Any]) -> None:
-        if self._link is None:
-            self._unsent.append(message)
-        else:
-            self._link.send(message)
+            self._ordered = time.monotonic()
+            self._rank.write(encoded(**order))
 
 
 def _stat(pid: int) -> list[str]:
@@ -476,21 +366,14 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _zombie(pid: int) -> int | None:
+def _exit_status(pid: int) -> int | None:
     fields = _stat(pid)
     return int(fields[49]) if fields[:1] == ["Z"] else None
-
-
-def _hung_up(descriptor: int) -> bool:
-    mode = os.fstat(descriptor).st_mode
-    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return bool(poll.poll(0))
 
 
 if __name__ == "__main__":
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)  # signals that end the rank must not end its guardian
-    Guardian(json.loads(sys.argv[-1])).run()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # of rank 0: a connection for every rank
+    asyncio.run(Guardian().run())

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ds_fp8.cluster.hosts import free_port, read_hostfile
@@ -20,13 +18,14 @@ from ds_fp8.config.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_
 TRAIN = "ds_fp8.commands.train"
 STARTED_BY = "DS_FP8_STARTED_BY"  # environment of a rank: the pid of its launcher, whose end asks the rank to stop
 _OTHERS_END = 40.0  # seconds for guardians to end the other ranks after a failure; then they are killed
-_CONNECT = 10  # seconds for a host to answer ssh
+_ENDS_WELL = (EXIT_DONE, EXIT_INTERRUPTED)
+_SSH = "-o BatchMode=yes -o ConnectTimeout=10"
 # ssh ends 20 s after the last answer of a host; by default it waits for ever, and pdsh and deepspeed with it.
-_DEAD_LINK = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
-_SSH = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}")
+_DEAD_LINK = "-o ServerAliveInterval=5 -o ServerAliveCountMax=4"
 # Seconds before a restart: guardians on an unreachable host end their ranks after 30 s, ssh ends after 20.
 _SETTLE = 15.0
 _PORT = 29500
+_OPTIONS = ("--hostfile", "--max-restarts", "--launcher-options")
 
 
 # ---------------------------------------------------------------- processes of a job
@@ -56,27 +55,19 @@ def run_job(jobs: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> int:
             processes.append(subprocess.Popen(command, env=environment))
         if asked:  # while they were started
             pass_on(0, None)
-        codes = {meaning(code) for code in _wait(processes)}
+        kill_at = float("inf")
+        while None in [process.poll() for process in processes]:
+            if kill_at == float("inf") and any(p.returncode not in (None, *_ENDS_WELL) for p in processes):
+                kill_at = time.monotonic() + _OTHERS_END
+            for process in processes if time.monotonic() > kill_at else ():
+                process.kill()
+            time.sleep(0.1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if asked and codes != {EXIT_DONE}:
-        return EXIT_INTERRUPTED
+    codes = {meaning(process.returncode) for process in processes}
     order = (EXIT_USER_ERROR, EXIT_FAILED, EXIT_LOST, EXIT_INTERRUPTED, EXIT_DONE)
-    return next(code for code in order if code in codes)
-
-
-def _wait(processes: Sequence[subprocess.Popen]) -> list[int]:
-    """Return the exit codes of all processes; _OTHERS_END seconds after a failure the others are killed."""
-    failed_at = None
-    while None in [process.poll() for process in processes]:
-        failed = any(process.returncode not in (None, EXIT_DONE, EXIT_INTERRUPTED) for process in processes)
-        failed_at = failed_at or (time.monotonic() if failed else None)
-        if failed_at is not None and time.monotonic() - failed_at > _OTHERS_END:
-            for process in processes:
-                process.kill()
-        time.sleep(0.1)
-    return [process.returncode for process in processes]
+    return EXIT_INTERRUPTED if asked and codes != {EXIT_DONE} else next(code for code in order if code in codes)
 
 
 def meaning(code: int) -> int:
@@ -95,15 +86,12 @@ def with_restarts(start: Callable[[int], int], max_restarts: int, settle: float 
     for attempt in range(max_restarts + 1):
         if attempt:
             time.sleep(settle)
-            _say(f"restart {attempt} of {max_restarts}, from the last checkpoint")
+            line = f"launcher: restart {attempt} of {max_restarts}, from the last checkpoint"
+            print(line, file=sys.stderr, flush=True)
         code = start(attempt)
         if code != EXIT_LOST:  # errors and mistakes would come again
             break
     return code
-
-
-def _say(line: str) -> None:
-    print(f"launcher: {line}", file=sys.stderr, flush=True)
 
 
 def train_here(arguments: Sequence[str], ranks: int, max_restarts: int = 0) -> int:
@@ -135,45 +123,29 @@ def launch(
                 f"{program} is not installed on this host", remedy=f"install {program} (Debian: apt install pdsh)"
             )
     script = command[0] if command[0].startswith("--") else str(Path(command[0]).resolve())
-    append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    own = f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH}".strip()
     of_ssh = argparse.ArgumentParser(add_help=False)
     of_ssh.add_argument("--ssh_port")
     port = of_ssh.parse_known_args(options)[0].ssh_port
-    ssh = ["ssh", *shlex.split(append), *_SSH, *(["-p", port] if port else [])]  # as pdsh calls it
-    environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{append} {shlex.join([*_SSH, *_DEAD_LINK])}".strip()}
+    probe = f"{own} -p {port}" if port else own  # as the runner calls it
 
     def start(attempt: int) -> int:
-        if silent := _unreachable(hosts, ssh):
-            raise UserError(
-                "no ssh to " + ", ".join(f"{name} ({reason})" for name, reason in silent.items()),
-                file=hostfile,
-                remedy=f"make `{shlex.join(ssh)} HOST true` work without a password, or take the host out",
-            )
+        # All hosts at once; BatchMode: a host that asks for a password counts as unreachable.
+        ask = ["pdsh", "-S", "-R", "ssh", "-f", "64", "-u", "20", "-w", ",".join(hosts), "true"]
+        environment = {**os.environ, "PDSH_SSH_ARGS_APPEND": probe}
+        answer = subprocess.run(ask, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if answer.returncode:
+            lines = answer.stderr.strip().splitlines()  # "HOST: reason" by ssh, "pdsh@here: HOST: ..." by pdsh
+            reasons = [line for line in lines if not line.startswith("pdsh@")] or lines
+            remedy = f"make `ssh {probe} HOST true` work without a password, or take the host out"
+            raise UserError("no ssh to " + ", ".join(reasons), file=hostfile, remedy=remedy)
         # --force_multi: a single host may be another one. A new port each attempt: the last may still be in use; a port
-        # in the user's options comes later and wins.
+        # in the user's options comes later and wins. --no_ssh_check: it would call ssh without the user's arguments.
         runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--force_multi"]
-        runner += ["--no_ssh_check"]  # it would call ssh without the user's arguments
-        runner += ["--master_port", str(_PORT + attempt), *options, script, *command[1:]]
-        return run_job([(runner, environment)])
+        runner += ["--no_ssh_check", "--master_port", str(_PORT + attempt), *options, script, *command[1:]]
+        return run_job([(runner, {**os.environ, "PDSH_SSH_ARGS_APPEND": f"{own} {_DEAD_LINK}"})])
 
     return with_restarts(start, max_restarts, _SETTLE)
-
-
-def _unreachable(hosts: Sequence[str], ssh: Sequence[str]) -> dict[str, str]:
-    def ask(host: str) -> str | None:
-        # BatchMode: a host that asks for a password counts as unreachable.
-        command = [*ssh, host, "true"]
-        try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * _CONNECT)
-        except subprocess.TimeoutExpired:
-            return "no answer"
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        return None if done.returncode == 0 else (words[-1] if words else f"exit code {done.returncode}")
-
-    # All hosts at once: an unreachable one takes ten seconds.
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = dict(zip(hosts, pool.map(ask, hosts), strict=True))
-    return {name: reason for name, reason in answers.items() if reason is not None}
 
 
 # ---------------------------------------------------------------- options of a script
@@ -194,17 +166,13 @@ def check_launch_options(arguments: argparse.Namespace, local_restarts: bool = F
 
     local_restarts: --max-restarts needs no --hostfile.
     """
-    needs_hosts = {"--launcher-options": arguments.launcher_options}
-    restarts = {"--max-restarts": arguments.max_restarts != 0}
+    given = [option for option in _OPTIONS if getattr(arguments, option[2:].replace("-", "_"))]
     if "RANK" in os.environ:
-        refused = {"--hostfile": arguments.hostfile} | restarts | needs_hosts
         why = "another launcher has started this rank (RANK is set)"
         remedy = "give the option to that launcher instead; or unset RANK"
-    elif arguments.hostfile is None:
-        refused, why = needs_hosts | ({} if local_restarts else restarts), "--hostfile is not given"
-        remedy = "give --hostfile FILE, or remove this option"
     else:
-        return
-    for option, given in refused.items():
-        if given:
-            raise UserError(f"{option} has no effect here: {why}", key=option, remedy=remedy)
+        why, remedy = "--hostfile is not given", "give --hostfile FILE, or remove this option"
+        if arguments.hostfile is not None or (local_restarts and given == ["--max-restarts"]):
+            return
+    for option in given:
+        raise UserError(f"{option} has no effect here: {why}", key=option, remedy=remedy)

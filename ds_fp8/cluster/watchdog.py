@@ -11,13 +11,12 @@ import ipaddress
 import json
 import os
 import secrets
-import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch.distributed
 
-from ds_fp8.cluster.guardian import ERROR
+from ds_fp8.cluster.guardian import ERROR, LEAVES, LEAVING
 from ds_fp8.cluster.hosts import host_names, this_host
 from ds_fp8.config.errors import EXIT_LOST, UserError
 from ds_fp8.config.log import logger
@@ -36,8 +35,6 @@ DEFAULT_TIMEOUT = 300.0  # seconds without progress that end a job, before `set_
 # Environment: seconds for which a rank of another program may be stopped; 0: no guardians.
 VARIABLE = "DS_FP8_TIMEOUT"
 SLOW = 6  # multiple of the timeout in slow phases: preparing data and model, the first step, saving
-# Seconds without a message after which a host counts as lost: half the timeout, within these limits.
-MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
 _MEETING = 10.0  # seconds that `join` waits for all guardians to connect
 _VERDICT = 20.0  # seconds for the guardian's answer to a failed rank
 _FRAMES = 8
@@ -57,8 +54,6 @@ def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
         return None
     _watchdog = _Watchdog(rank, world, timeout, launched=True)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    # torchrun keeps its store over restarts: keys have the number of the attempt.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # multi_tenant: the process group uses the same server later.
     store = torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -68,14 +63,10 @@ def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    store = torch.distributed.PrefixStore(f"ds_fp8/{attempt}", store)
-    _watchdog.store = store  # rank 0's is the server
-    _watchdog.meet(store)
-    # An atomic counter: the last rank opens the gate.
-    if store.add("arrived", 1) == world:
-        store.set("complete", "")
-    store.get("complete")
-    return store
+    # torchrun keeps its store over restarts: keys have the number of the attempt.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    _watchdog.meet(torch.distributed.PrefixStore(f"ds_fp8/{attempt}", store))
+    return _watchdog.store
 
 
 def join() -> None:
@@ -97,7 +88,12 @@ def join() -> None:
         logger.info("note: a rank that is lost is found by collectives' timeouts alone (%s)", error)
         return
     _watchdog = watchdog = _Watchdog(rank, world, limit, launched=False)
-    meeting = threading.Thread(target=watchdog.meet_all, args=(store,), name="guardian", daemon=True)
+
+    def meet() -> None:
+        with suppress(RuntimeError):  # rank 0, which serves the store, is gone
+            watchdog.meet(store)
+
+    meeting = threading.Thread(target=meet, name="guardian", daemon=True)
     meeting.start()
     previous = sys.excepthook
 
@@ -107,16 +103,9 @@ def join() -> None:
         watchdog.failed(error)
 
     sys.excepthook = hook
-    # multiprocessing's atexit: its child processes run no functions of atexit.
-    Finalize(None, _at_exit, exitpriority=0)
+    # multiprocessing's atexit: its child processes run no functions of atexit, and have no sys.excepthook.
+    Finalize(None, lambda: (watchdog.failed(sys.exc_info()[1]), leave()), exitpriority=0)
     meeting.join(_MEETING)  # from here on a failed rank ends the others
-
-
-def _at_exit() -> None:
-    error = sys.exc_info()[1]  # in a process of multiprocessing, without sys.excepthook
-    if error is not None:
-        _watchdog.failed(error)
-    leave()
 
 
 def set_timeout(seconds: float) -> None:
@@ -133,8 +122,7 @@ def beat(doing: str, slow: bool = False) -> None:
     """Report progress and the next phase; a `slow` one may take SLOW times the timeout."""
     if _watchdog is not None and _watchdog.launched:
         timeout = _watchdog.timeout
-        patience = timeout * (SLOW if slow else 1)
-        _watchdog.send({"doing": doing, "patience": patience, "limit": timeout, "silence": _silence(timeout)})
+        _watchdog.send(doing=doing, patience=timeout * (SLOW if slow else 1), timeout=timeout)
 
 
 def fail(kind: str, text: str, code: int) -> None:
@@ -142,7 +130,7 @@ def fail(kind: str, text: str, code: int) -> None:
     if _watchdog is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        _watchdog.send({"finding": [kind, text]})
+        _watchdog.send(finding=[kind, text])
         time.sleep(_VERDICT)
         # Without cleanup: atexit handlers and process groups may wait for lost ranks.
         os._exit(code)
@@ -150,80 +138,77 @@ def fail(kind: str, text: str, code: int) -> None:
 
 def leave() -> None:
     if _watchdog is not None:
-        _watchdog.send({"leaving": True})
-
-
-def _silence(timeout: float) -> float:
-    return min(MAX_SILENCE, max(MIN_SILENCE, timeout / 2))
+        _watchdog.send(doing=LEAVING, patience=LEAVES if _watchdog.launched else 2 * LEAVES)
 
 
 class _Watchdog:
     def __init__(self, rank: int, world: int, timeout: float, launched: bool) -> None:
         self.timeout, self.launched = timeout, launched
-        self.store: torch.distributed.Store | None = None
+        self.store: torch.distributed.Store | None = None  # rank 0's is the server
         self._rank, self._world = rank, world
         self._main = threading.main_thread().ident
+        self._socket, theirs = socket.socketpair()
+        state = {"doing": "starting", "patience": timeout if launched else float("inf"), "timeout": timeout}
         about: dict[str, Any] = {
             "rank": rank,
             "world": world,
             "host": this_host(),
             "hosts": host_names(),
             "pid": os.getpid(),
-            "limit": timeout,
             "name": "train.timeout" if launched else VARIABLE,
-            "silence": _silence(timeout),
             "arrival": timeout if launched else None,
             "launched": launched,
+            "state": {**state, "beats": 0, "stopped": False, "gone": False, "finding": None},
         }
+        passed = [theirs]
+        if rank == 0:
+            passed.append(listener := _listener(world))
+            self._judge = [*listener.getsockname()[:2], secrets.token_hex(16)]
+            about |= {"listener": listener.fileno(), "token": self._judge[2]}
         self._guardian = subprocess.Popen(
             # The standard library alone, without PYTHONPATH and the working folder.
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")), json.dumps(about)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py"))],
+            stdin=theirs,
+            pass_fds=[each.fileno() for each in passed],
             start_new_session=True,  # Ctrl-C and a closed terminal are the launcher's to handle
         )
-
-    def meet(self, store: torch.distributed.Store) -> None:
-        """Connect to the guardian of rank 0, at the address in the store."""
-        master = os.environ.get("MASTER_ADDR", "")
-        if self._rank == 0:
-            token = secrets.token_hex(16)
-            self.send({"serve": [_address_of_all(master, self._world), token]})
-            served = json.loads(self._guardian.stdout.readline())
-            store.set("ds_fp8/guardian", json.dumps([served["address"], served["port"], token]))
-        address, port, token = json.loads(store.get("ds_fp8/guardian"))
-        # From here on a hanging guardian must not block training.
-        os.set_blocking(self._guardian.stdin.fileno(), False)
-        self.send({"connect": [address or ("127.0.0.1" if self._rank == 0 else master), port, token]})
+        for each in passed:
+            each.close()
+        self._socket.sendall(json.dumps(about).encode() + b"\n")
         threading.Thread(target=self._obey, name="guardian", daemon=True).start()
 
-    def meet_all(self, store: torch.distributed.Store) -> None:
-        with suppress(RuntimeError):  # rank 0, which serves the store, is gone
-            self.meet(store)
-            if store.add("ds_fp8/met", 1) == self._world:
-                store.set("ds_fp8/all_met", "")
-            store.get("ds_fp8/all_met")
+    def meet(self, store: torch.distributed.Store) -> None:
+        """Connect to the guardian of rank 0, at the address in the store, and wait until all ranks have it."""
+        self.store, key = store, "ds_fp8/guardian"
+        if self._rank == 0:
+            store.set(key, json.dumps(self._judge))
+        address, port, token = json.loads(store.get(key))
+        if address in ("0.0.0.0", "::"):
+            address = "127.0.0.1" if self._rank == 0 else os.environ["MASTER_ADDR"]
+        self.send(connect=[address, port, token])
+        # An atomic counter: the last rank opens the gate. Nobody else reads the token from the store afterwards.
+        if store.add("ds_fp8/met", 1) == self._world:
+            store.delete_key(key)
+            store.set("ds_fp8/all_met", "")
+        store.get("ds_fp8/all_met")
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Write to the guardian; the other thread handles a pipe that is full or without a reader."""
+    def send(self, **message: Any) -> None:
+        """Write to the guardian without blocking; the other thread handles one that hangs or has ended."""
         with suppress(OSError):
-            os.write(self._guardian.stdin.fileno(), json.dumps(message).encode() + b"\n")
+            self._socket.send(json.dumps(message).encode() + b"\n", socket.MSG_DONTWAIT)
 
-    def failed(self, error: BaseException) -> None:
-        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+    def failed(self, error: BaseException | None) -> None:
+        if not isinstance(error, (SystemExit, KeyboardInterrupt, type(None))):
             text = (error.problem if isinstance(error, UserError) else str(error)).strip().splitlines() or [""]
-            self.send({"finding": [ERROR, f"{type(error).__name__}: {text[0]}"]})
+            self.send(finding=[ERROR, f"{type(error).__name__}: {text[0]}"])
 
     def _obey(self) -> None:
-        orders: dict[str, Callable[[Any], None]] = {
-            "stop": lambda _: os.kill(os.getpid(), signal.SIGTERM),
-            "show": lambda _: self._show(),
-            "end": os._exit,
-        }
-        for line in self._guardian.stdout:
-            for order, value in json.loads(line).items():
-                orders[order](value)
-        os._exit(EXIT_LOST)  # nothing else would end a rank without a guardian
+        line = self._socket.makefile().readline()
+        # Nothing else would end a rank without a guardian.
+        order = json.loads(line) if line else {"end": EXIT_LOST, "show": False}
+        if order["show"]:
+            self._show()
+        os._exit(order["end"])
 
     def _show(self) -> None:
         """Print the place of the main thread: one line in a collective, else its stack."""
@@ -235,11 +220,12 @@ class _Watchdog:
         print(f"{this_host()} (rank {self._rank}): {what}{stack}", file=sys.stderr, flush=True)
 
 
-def _address_of_all(master: str, world: int) -> str | None:
-    """Return the address of rank 0's host for all ranks, None if hosts may resolve its name differently."""
-    if (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")) == str(world):
-        return "127.0.0.1"
+def _listener(world: int) -> socket.socket:
+    """Return a socket at the address of rank 0's host for all ranks, or at all of its addresses."""
+    here = (os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")) == str(world)
     try:
-        return str(ipaddress.ip_address(master))
-    except ValueError:
-        return None
+        address = "127.0.0.1" if here else str(ipaddress.ip_address(os.environ.get("MASTER_ADDR", "")))
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except (ValueError, OSError):  # a name, which hosts may resolve differently, or an address behind a relay
+        both = socket.has_dualstack_ipv6()
+        return socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)

@@ -120,10 +120,11 @@ class Hosts:
                 stderr=subprocess.STDOUT,
             )
 
-    def processes(self) -> list[psutil.Process]:
-        """Return what runs on the hosts beside their ssh daemons and whatever pytest started there."""
+    def processes(self, *hosts: int) -> list[psutil.Process]:
+        """Return what runs on some hosts, or all, without their ssh daemons and whatever pytest started there."""
         ours = {process.pid for process in psutil.Process().children(recursive=True)}
-        found = [p for name in self.names for p in self._processes(name) if p.pid not in ours]
+        names = [self.names[host] for host in hosts] or self.names
+        found = [p for name in names for p in self._processes(name) if p.pid not in ours]
         return [process for process in found if _name(process) not in ("sshd", "")]
 
     def cut_link(self, host: int) -> None:

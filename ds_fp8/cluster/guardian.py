@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-TICK = 0.5  # seconds between two messages of a guardian, and between two checks of the judge
+TICK, LOOK = 0.5, 0.1  # seconds between two messages of a guardian, and between two checks of the judge
 # Seconds for further ranks to report failures: the first report is not always the cause.
 MORE_FINDINGS = 2.0
 OBEYS = 3.0  # seconds for a rank to print its stack and end itself on order; then it is killed
@@ -84,15 +84,12 @@ class Judge:
         listener = socket.socket(fileno=self._about["listener"])
         self._server = await asyncio.start_server(self._hear, sock=listener, limit=LIMIT, backlog=4096)
         while not self._findings:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(LOOK)
             now, present = time.monotonic(), self._ranks_present()
             self._find(now, present)
-            self._present = now if present or not self._ranks else self._present
-            if (
-                not self._findings
-                and not present
-                and (len(self._ranks) == self._world or now - self._present > FAREWELL)
-            ):
+            if present or not self._ranks:
+                self._present = now
+            elif not self._findings and (len(self._ranks) == self._world or now - self._present > FAREWELL):
                 return
         await self._until(MORE_FINDINGS, lambda: len(self._findings) == self._world)
         kinds = {kind for kind, _ in self._findings.values()}
@@ -111,7 +108,7 @@ class Judge:
     async def _until(self, seconds: float, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not condition():
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(LOOK)
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._strangers[writer] = None
@@ -174,7 +171,7 @@ class Judge:
                 self._findings.setdefault(number, (SILENT, f"no message for {now - rank.heard:.0f} s"))
             elif stopped > rank.state["timeout"] and now - self._ran > 10 * TICK:
                 self._findings[number] = (STOPPED, f"stopped by a signal for {stopped:.0f} s: limit {name}")
-        if now - self._started > (self._about["arrival"] or float("inf")):
+        if now - self._started > self._about["arrival"]:
             for number in set(range(self._world)) - set(self._ranks):
                 self._findings[number] = (ABSENT, f"did not arrive within {self._about['arrival']:.0f} s")
         if not present or self._findings or len(self._ranks) < self._world:
@@ -241,7 +238,7 @@ class Guardian:
     """The guardian of one rank.
 
     about: `rank`, `world`, `host`, `hosts`; `pid` of the rank; `name` of the limit of a stop; `arrival`, seconds for
-    all ranks to report, or None; `launched`, whether the rank must end with its launcher; the first `state`; of rank 0
+    all ranks to report; `launched`, whether the rank must end with its launcher; the first `state`; of rank 0
     also `listener`, a descriptor, and `token`.
     state: what the rank is `doing`, for at most `patience` seconds; `timeout`, for which it may be stopped; its number
     of messages, `beats`; whether it is `stopped` or `gone`; its `finding`, [failure kind, details].
@@ -255,7 +252,7 @@ class Guardian:
         self._state = about["state"].copy()
         self._link: asyncio.StreamWriter | None = None
         self._heard = self._looked = time.monotonic()
-        self._ordered = self._connecting = status = None
+        self._ordered = self._connecting = None
         judge = asyncio.ensure_future(Judge(about).run()) if "listener" in about else None
         obeying = asyncio.ensure_future(self._obey(orders))
         self._tasks = [obeying, *([judge] if judge else [])]
@@ -267,13 +264,14 @@ class Guardian:
                 died = os.pidfd_open(about["pid"])
                 loop.add_reader(died, lambda: (ended.set(), loop.remove_reader(died)))
         # The guardian is the rank's child: its parent changes when the rank dies, while a pid could be reused.
-        while os.getppid() == about["pid"] and (status := _exit_status(about["pid"])) is None:
+        while os.getppid() == about["pid"]:
             self._look(time.monotonic())
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(ended.wait(), TICK)
             for task in self._tasks:
                 if task.done():
                     task.result()  # raises its error
+        status = _exit_status(about["pid"])
         await asyncio.wait([obeying], timeout=TICK)  # its last messages
         if self._connecting is not None:
             await self._connecting

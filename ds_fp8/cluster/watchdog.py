@@ -148,7 +148,8 @@ class _Watchdog:
         self._rank, self._world = rank, world
         self._main = threading.main_thread().ident
         self._socket, theirs = socket.socketpair()
-        state = {"doing": "starting", "patience": timeout if launched else float("inf"), "timeout": timeout}
+        patience = timeout if launched else float("inf")
+        state = {"doing": "starting", "patience": patience, "timeout": timeout}
         about: dict[str, Any] = {
             "rank": rank,
             "world": world,
@@ -156,7 +157,7 @@ class _Watchdog:
             "hosts": host_names(),
             "pid": os.getpid(),
             "name": "train.timeout" if launched else VARIABLE,
-            "arrival": timeout if launched else None,
+            "arrival": patience,
             "launched": launched,
             "state": {**state, "beats": 0, "stopped": False, "gone": False, "finding": None},
         }

@@ -231,11 +231,7 @@ def padded(tensor: torch.Tensor) -> int:
 
 
 def _gpu() -> str | None:
-    return _name_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def _name_of(device: torch.device | int) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return str(torch.cuda.get_device_properties().uuid) if torch.cuda.is_available() else None
 
 
 def _handles(buffer: torch.Tensor) -> dict[str, list[Any]]:
@@ -243,38 +239,28 @@ def _handles(buffer: torch.Tensor) -> dict[str, list[Any]]:
 
     rest = [*reduce_tensor(buffer)[1][7:-1], False]  # no event for readers to wait for: `filled` synchronizes
     fit = [{"bytes": b64encode(value).decode()} if isinstance(value, bytes) else value for value in rest]
-    return {_name_of(buffer.device): fit}
+    return {_gpu(): fit}
 
 
 _buffer = SharedBuffer()
 
 
 class Link:
-    """Calls of an update, in order: open, compare, start, update ..., finish, close; or abandon after an error.
+    """Calls of vLLM's weight transfer, which an LLM and a server have by the same names.
 
-    This class does nothing: the link of ranks that join the all-gathers while rank 0 calls a server.
+    In order: open, compare, start, update ..., finish, close; or abandon after an error. This class calls nothing: the
+    link of ranks that join the all-gathers while rank 0 calls a server.
     """
 
     by_handle = True  # the model is in another process, which opens a buffer of this one
 
-    def _nothing(self, *_: Any) -> None:
+    def call(self, name: str, **arguments: Any) -> None:
         pass
 
-    open = compare = start = update = finish = close = abandon = _nothing
+    def open(self) -> None:
+        pass
 
-
-def link_to(server: LLM | str, pause: str | None, timeout: float) -> Link:
-    """Return this rank's link to its own LLM, or rank 0's to a server."""
-    if not isinstance(server, str):
-        return _LocalLLM(server)
-    return _Server(server.rstrip("/"), pause, timeout) if dist.get_rank() == 0 else Link()
-
-
-class _VLLM(Link):
-    """Calls of vLLM's weight transfer, which an LLM and a server have by the same names."""
-
-    def call(self, name: str, **arguments: Any) -> None:
-        raise NotImplementedError
+    close = open
 
     def compare(self, init_info: dict[str, Any]) -> None:
         self.call("init_weight_transfer_engine", init_info=init_info)
@@ -304,7 +290,14 @@ class _VLLM(Link):
                 call()
 
 
-class _LocalLLM(_VLLM):
+def link_to(server: LLM | str, pause: str | None, timeout: float) -> Link:
+    """Return this rank's link to its own LLM, or rank 0's to a server."""
+    if not isinstance(server, str):
+        return _LocalLLM(server)
+    return _Server(server.rstrip("/"), pause, timeout) if dist.get_rank() == 0 else Link()
+
+
+class _LocalLLM(Link):
     """An LLM of this process."""
 
     def __init__(self, llm: LLM):
@@ -332,7 +325,7 @@ class _LocalLLM(_VLLM):
         self.llm.reset_prefix_cache()  # keys and values of the old weights
 
 
-class _Server(_VLLM):
+class _Server(Link):
     """A server at an address, called by rank 0."""
 
     def __init__(self, url: str, pause: str | None, timeout: float):
@@ -389,11 +382,6 @@ class _Server(_VLLM):
                 f"the server at {self.url} has no {path.partition('?')[0]}",
                 remedy=f"start it with VLLM_SERVER_DEV_MODE=1 in its environment ({VERSIONS})",
             )
-        raise RuntimeError(_message(text) or f"HTTP status {code}")
-
-
-def _message(text: str) -> str:
-    try:
-        return json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return text
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text = json.loads(text)["error"]["message"]
+        raise RuntimeError(text or f"HTTP status {code}")

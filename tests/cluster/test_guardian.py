@@ -246,7 +246,7 @@ def test_what_is_printed_of_deaths_holds_for_the_program(job, launched, number, 
     if words is None:
         assert output == ""
     else:
-        assert f"{words})\n  vm (rank 1): its process " in output
+        assert f"{words})\n  vm (rank 1): its process was ended by {number.name}\n" in output
 
 
 def test_guardians_sleep_while_nothing_happens(job):

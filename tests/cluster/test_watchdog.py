@@ -6,6 +6,7 @@ import multiprocessing.util
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -172,6 +173,10 @@ def all_done(rank: int, seconds: float) -> int:
     store = begin()
     assert store.check(["ds_fp8/met"])
     assert not store.check(["ds_fp8/guardian"])  # nobody reads the token any more
+    if rank == 0:  # and no guardian listens
+        time.sleep(2)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(tuple(watchdog._watchdog._judge[:2]))
     multiprocessing.util.Finalize(None, time.sleep, (seconds,), exitpriority=1)  # as unloading libraries
     dist.barrier()
     return 0

@@ -97,7 +97,7 @@ class Hosts:
 
     def __exit__(self, *exception: object) -> None:
         for name in self.names:
-            for process in self._processes(name):
+            for process in self.all_processes(name):
                 process.kill()
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         subprocess.run(["ip", "netns", "del", self._switch], capture_output=True)
@@ -124,14 +124,14 @@ class Hosts:
         """Return what runs on some hosts, or all, without their ssh daemons and whatever pytest started there."""
         ours = {process.pid for process in psutil.Process().children(recursive=True)}
         names = [self.names[host] for host in hosts] or self.names
-        found = [p for name in names for p in self._processes(name) if p.pid not in ours]
+        found = [p for name in names for p in self.all_processes(name) if p.pid not in ours]
         return [process for process in found if _name(process) not in ("sshd", "")]
 
     def cut_link(self, host: int) -> None:
         """Take a host's link down: nothing arrives, and nobody is told."""
         _do("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
 
-    def _processes(self, name: str) -> list[psutil.Process]:
+    def all_processes(self, name: str) -> list[psutil.Process]:
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
         found = []
         for pid in listed.split():

@@ -17,6 +17,7 @@ import hmac
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import stat
@@ -256,8 +257,9 @@ class Guardian:
         judge = asyncio.ensure_future(Judge(about).run()) if "listener" in about else None
         obeying = asyncio.ensure_future(self._obey(orders))
         self._tasks = [obeying, *([judge] if judge else [])]
-        if about["launched"] and any(kind(os.fstat(2).st_mode) for kind in (stat.S_ISFIFO, stat.S_ISSOCK)):
-            loop.add_reader(2, self._hung_up)
+        self._output = select.poll() if about["launched"] else None
+        if self._output and any(kind(os.fstat(2).st_mode) for kind in (stat.S_ISFIFO, stat.S_ISSOCK)):
+            self._output.register(2, 0)  # for errors alone: a socket may have input
         ended = asyncio.Event()
         if hasattr(os, "pidfd_open"):  # wakes this process at the rank's end, to report its exit status
             with suppress(OSError):
@@ -318,8 +320,8 @@ class Guardian:
             self._heard = now  # this host was suspended
         self._looked = now
         if self._ordered is not None:
-            if now - self._ordered > OBEYS:
-                # A thread of the rank calls os._exit, unless the rank is stopped.
+            # A thread of the rank calls os._exit, unless the rank is stopped.
+            if self._state["stopped"] or now - self._ordered > OBEYS:
                 os.kill(self._about["pid"], signal.SIGKILL)
             return
         self._state["stopped"] = _stat(self._about["pid"])[:1] == ["T"]
@@ -327,6 +329,10 @@ class Guardian:
             self._link.write(encoded(**self._state))
         if self._link is not None and now - self._heard > silence_of(self._state):
             self._give_up(f"no message from rank 0's host for {now - self._heard:.0f} s")
+        elif self._output is not None and self._output.poll(0):
+            # The job's output has no reader: the launcher was killed, or its link is down. As SIGTERM by hand.
+            self._output = None
+            os.kill(self._about["pid"], signal.SIGTERM)
 
     def _rank_ended(self, status: int | None) -> None:
         how = "ended without a message (killed, crashed or out of memory)"
@@ -338,11 +344,6 @@ class Guardian:
         self._state["gone"] = True
         if self._link is not None:
             self._link.write(encoded(**self._state))
-
-    def _hung_up(self) -> None:
-        # The job's output has no reader: the launcher was killed, or its link is down. As SIGTERM by hand.
-        asyncio.get_running_loop().remove_reader(2)
-        os.kill(self._about["pid"], signal.SIGTERM)
 
     def _give_up(self, why: str) -> None:
         if self._ordered is None and not self._state["gone"]:

@@ -204,9 +204,10 @@ class _Watchdog:
             self.send(finding=[ERROR, f"{type(error).__name__}: {text[0]}"])
 
     def _obey(self) -> None:
-        line = self._socket.makefile().readline()
         # Nothing else would end a rank without a guardian.
-        order = json.loads(line) if line else {"end": EXIT_LOST, "show": False}
+        order = {"end": EXIT_LOST, "show": False}
+        with suppress(OSError, ValueError):  # it was killed
+            order = json.loads(self._socket.makefile().readline())
         if order["show"]:
             self._show()
         os._exit(order["end"])

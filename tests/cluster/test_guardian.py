@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import signal
 import socket
@@ -219,11 +218,16 @@ def test_a_rank_without_guardian_ends(job, how, rank):
 
 
 def test_ranks_whose_output_has_no_reader_are_asked_to_stop(job):
-    reader, writer = os.pipe()
+    """A socket, as of sshd, which may have input, too, and the end of it."""
+    reader, writer = socket.socketpair()
     for _ in range(2):
-        job.start(stderr=writer)
-    os.close(writer)
-    os.close(reader)
+        job.start(stderr=writer.fileno())
+    writer.close()
+    reader.send(b"input")
+    reader.shutdown(socket.SHUT_WR)
+    time.sleep(2)
+    assert [rank.poll() for rank in job.ranks] == [None, None]
+    reader.close()
     assert [rank.wait(20) for rank in job.ranks] == [-signal.SIGTERM] * 2
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -227,6 +228,21 @@ def test_the_rank_that_the_others_wait_for_is_named(job):
     assert "in reading_a_file_for_ever" in ended.output
     assert all(f"(rank {rank}): waits in " in ended.output for rank in (1, 2))
     assert not ended.left
+
+
+def guardian_is_killed(rank: int) -> None:
+    begin()
+    if rank == 1:
+        guardian = psutil.Process().children()[0]
+        guardian.suspend()
+        watchdog.beat("step 8")  # a message that it does not read
+        guardian.kill()
+    wait_for_others()
+
+
+def test_a_rank_whose_guardian_is_killed_ends_with_all(job):
+    ended = job(2, guardian_is_killed)
+    assert (ended.codes, ended.left) == ([75, 75], [])
 
 
 def mistaken(rank: int) -> None:

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed
+from torch.distributed.rendezvous import _create_c10d_store
 
 from ds_fp8.cluster.guardian import ERROR, LEAVES, LEAVING
 from ds_fp8.cluster.hosts import host_names, this_host
@@ -53,16 +54,10 @@ def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
     if world == 1:
         return None
     _watchdog = _Watchdog(rank, world, timeout, launched=True)
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    # multi_tenant: the process group uses the same server later.
-    store = torch.distributed.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not agent,
-        timeout=timedelta(seconds=2 * timeout),  # the judge reports missing ranks before
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    # As the process group does later: served by torchrun's agent, or by rank 0. Without a number of ranks to wait for:
+    # the judge reports missing ranks before.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = _create_c10d_store(address, port, rank, None, timedelta(seconds=2 * timeout))
     # torchrun keeps its store over restarts: keys have the number of the attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     _watchdog.meet(torch.distributed.PrefixStore(f"ds_fp8/{attempt}", store))
@@ -161,9 +156,8 @@ class _Watchdog:
             "launched": launched,
             "state": {**state, "beats": 0, "stopped": False, "gone": False, "finding": None},
         }
-        passed = [theirs]
-        if rank == 0:
-            passed.append(listener := _listener(world))
+        passed = [_listener(world)] if rank == 0 else []
+        for listener in passed:
             self._judge = [*listener.getsockname()[:2], secrets.token_hex(16)]
             about |= {"listener": listener.fileno(), "token": self._judge[2]}
         self._guardian = subprocess.Popen(
@@ -173,7 +167,7 @@ class _Watchdog:
             pass_fds=[each.fileno() for each in passed],
             start_new_session=True,  # Ctrl-C and a closed terminal are the launcher's to handle
         )
-        for each in passed:
+        for each in (theirs, *passed):
             each.close()
         self._socket.sendall(json.dumps(about).encode() + b"\n")
         threading.Thread(target=self._obey, name="guardian", daemon=True).start()
@@ -185,7 +179,7 @@ class _Watchdog:
             store.set(key, json.dumps(self._judge))
         address, port, token = json.loads(store.get(key))
         if address in ("0.0.0.0", "::"):
-            address = "127.0.0.1" if self._rank == 0 else os.environ["MASTER_ADDR"]
+            address = "127.0.0.1" if self._rank == 0 else os.environ.get("MASTER_ADDR", "127.0.0.1")
         self.send(connect=[address, port, token])
         # An atomic counter: the last rank opens the gate. Nobody else reads the token from the store afterwards.
         if store.add("ds_fp8/met", 1) == self._world:

@@ -103,10 +103,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
 def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path / "stderr")
     yield made
-    for process in [*made.guardians, *made.ranks]:
+    for process in [*made.ranks, *made.guardians]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        process.wait()
+    for rank in made.ranks:
+        rank.wait()
 
 
 # ---------------------------------------------------------------- strangers

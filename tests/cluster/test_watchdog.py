@@ -234,6 +234,8 @@ def guardian_is_killed(rank: int) -> None:
     begin()
     if rank == 1:
         guardian = psutil.Process().children()[0]
+        while not guardian.net_connections("tcp"):  # it has not connected yet
+            time.sleep(0.05)
         guardian.suspend()
         watchdog.beat("step 8")  # a message that it does not read
         guardian.kill()

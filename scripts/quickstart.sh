@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 usage="usage: ./scripts/quickstart.sh [--steps N]
-  --steps N  steps of every stage, to see that all of it runs (default: 230, 110 and 160)"
+  --steps N  steps of every stage, to see that all of it runs (default: 200, 130 and 150)"
 steps=
 case "$# ${1-}" in
   "0 ") ;;

@@ -23,33 +23,14 @@ from transformers import PreTrainedTokenizerFast
 
 NAMES = ("Tom", "Ann", "Sam", "Eva", "Ben", "Mia", "Leo", "Zoe", "Max", "Ida", "Kim", "Roy")
 THINGS = ("apples", "books", "coins", "cards", "pens", "eggs", "cups", "keys", "nuts", "toys", "hats", "figs")
-CONTAINERS = ("bags", "boxes", "jars", "rows")
-SCENES = ("", "", "At home, ", "At school, ", "Today, ", "In town, ")
-LEADS = ("Let us", "We can", "We must", "We will", "I can", "I must", "You can", "First", "First we", "Now", "Now we")
-METHODS = {
-    "+": ("add", "count", "find the sum", "put them together", "count them all"),
-    "-": ("take away", "count", "find the rest", "take them off", "count down"),
-    "*": ("count", "find all", "count them all", "take each in turn", "go in steps"),
-}
-CONCLUSIONS = ("The", "So the", "Now the", "Here the")
+BOXES = ("bags", "boxes", "jars", "rows")
+VERBS = {"+": ("gets", "buys", "finds", "wins"), "-": ("gives", "loses", "sells", "drops")}
+QUESTIONS = ("How many now?", "How many then?", "What is left?", "What remains now?")
 SYSTEM_PROMPTS = ("You solve small problems.", "Show your steps.", "You are a kind teacher.")
-# The operations applied in turn to the numbers a, b, c, and ways to ask for the result.
-BASIC = (
-    ("+", "{name} has {a} {things} and gets {b} more. How many now?"),
-    ("+", "{name} had {a} {things}. {other} gave {b} more. How many now?"),
-    ("+", "There are {a} {things} here and {b} there. How many in all?"),
-    ("-", "{name} has {a} {things} and gives {b} to {other}. How many are left?"),
-    ("-", "{name} had {a} {things} and lost {b}. How many are left?"),
-    ("-", "{name} has {a} {things} and {other} has {b}. How many more has {name}?"),
-    ("*", "{name} has {a} {containers} with {b} {things} in each. How many in all?"),
-)
-TWO_STEPS = (
-    ("+-", "{name} has {a} {things}, gets {b} more and gives {c} to {other}. How many are left?"),
-    ("++", "{name} has {a} {things}, {other} has {b} and I have {c}. How many in all?"),
-    ("*+", "{name} has {a} {containers} with {b} {things} in each and gets {c} more. How many now?"),
-)
-# Later turns of a chat, which go on from the answer before.
-FOLLOW_UPS = (("+", "And {b} more?"), ("+", "Now add {b} to that."), ("-", "And {b} less?"), ("-", "Now take {b} off."))
+# Operations, applied from left to right: of stage 1 (and of documents in words), and those that stage 2 brings.
+BASIC, NEW = ("+", "-"), ("*", "++", "+-", "*+")
+OLD = 0.1  # Share of stage 2's problems that are of stage 1's kind
+FIRST, SECOND, FACTORS = 13, 4, 5  # Largest numbers: the first, those that are added or taken off, those multiplied
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
 
@@ -63,65 +44,58 @@ def results(operations: str, numbers: tuple[int, ...]) -> list[int]:
 
 
 @cache
-def numbers_for(operations: str, largest: int) -> list[tuple[int, ...]]:
-    """Return numbers from 2 to `largest` (1 would need the singular) whose results lie between 1 and 3 * `largest`."""
-    choices = product(range(2, largest + 1), repeat=len(operations) + 1)
-    return [choice for choice in choices if all(1 <= found <= 3 * largest for found in results(operations, choice))]
+def numbers_for(operations: str) -> list[tuple[int, ...]]:
+    """Return all numbers from 2 (1 would need the singular) whose results are positive."""
+    first = FACTORS if operations[0] == "*" else FIRST
+    others = [range(2, (FACTORS if operation == "*" else SECOND) + 1) for operation in operations]
+    return [numbers for numbers in product(range(2, first + 1), *others) if min(results(operations, numbers)) > 0]
 
 
-def problem(rng: Random, mixed: bool) -> tuple[str, str, int]:
-    """Return a question, its worked solution, and the answer."""
-    kinds, largest = BASIC, 9
-    if mixed and rng.random() < 0.5:
-        kinds, largest = (BASIC, 19) if rng.random() < 0.5 else (TWO_STEPS, 9)
-    operations, template = rng.choice(kinds)
-    question, solution, answer = tell(rng, operations, template, rng.choice(numbers_for(operations, largest)))
-    scene = rng.choice(SCENES)
-    return scene + (question.replace("There are", "there are", 1) if scene else question), solution, answer
-
-
-def tell(rng: Random, operations: str, template: str, numbers: tuple[int, ...]) -> tuple[str, str, int]:
-    """Put the numbers into words; see `problem`."""
-    name, other = rng.sample(NAMES, 2)
-    words = {"name": name, "other": other, "things": rng.choice(THINGS), "containers": rng.choice(CONTAINERS)}
-    question = template.format(**words, **dict(zip("abc", numbers, strict=False)))
+def equations(operations: str, numbers: tuple[int, ...]) -> str:
+    """Return the steps, such as "3 * 4 = 12. 12 + 2 = 14."."""
     found = results(operations, numbers)
     steps = zip((numbers[0], *found), operations, numbers[1:], found, strict=False)
-    equations = " ".join(f"{left} {operation} {right} = {result}." for left, operation, right, result in steps)
-    opening = f"{rng.choice(LEADS)} {rng.choice(METHODS[operations[0]])}."
-    return question, f"{opening} {equations} {rng.choice(CONCLUSIONS)} answer is {found[-1]}.", found[-1]
+    return " ".join(f"{left} {operation} {right} = {result}." for left, operation, right, result in steps)
+
+
+def story(rng: Random, operations: str) -> tuple[str, str, int]:
+    """Return a problem without its question, its steps, and the answer."""
+    first, *others = numbers = rng.choice(numbers_for(operations))
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    told = f"{name} has {first} {thing}"
+    if operations[0] == "*":
+        told = f"{name} has {first} {rng.choice(BOXES)} of {others[0]} {thing}"
+    for operation, number in zip(operations, others, strict=True):
+        told += f", {rng.choice(VERBS[operation])} {number}" if operation != "*" else ""
+    return f"{told}.", equations(operations, numbers), results(operations, numbers)[-1]
 
 
 def documents(count: int, seed: int = 1236) -> Iterator[str]:
-    """Yield texts: a question with its answer, or (one in ten) a line of plain sums."""
+    """Yield pages: of sums, or of stories with theirs. No page asks or answers."""
     rng = Random(f"documents {seed}")
     for _ in range(count):
-        if rng.random() < 0.1:
-            sums = [(operation, rng.choice(numbers_for(operation, 9))) for operation in rng.choices("+-*", k=3)]
-            yield " ".join(f"{a} {operation} {b} = {results(operation, (a, b))[0]}." for operation, (a, b) in sums)
+        if rng.random() < 0.5:
+            sums = [(operations, rng.choice(numbers_for(operations))) for operations in rng.choices(BASIC + NEW, k=20)]
+            yield " ".join(equations(*of) for of in sums)
         else:
-            question, solution, _ = problem(rng, mixed=False)
-            yield f"Question: {question}\nAnswer: {solution}"
+            yield " ".join(" ".join(story(rng, rng.choice(BASIC))[:2]) for _ in range(12))
 
 
 def chats(count: int, mixed: bool = False, seed: int = 1236) -> Iterator[list[dict[str, str]]]:
-    """Yield chats of one to three exchanges, half of them opened by a system turn."""
+    """Yield chats of one to four exchanges, half of them opened by a system turn."""
     rng = Random(f"chats {mixed} {seed}")
     for _ in range(count):
         messages = [{"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}] if rng.random() < 0.5 else []
-        answer = 0
-        for _ in range(rng.choice((1, 2, 2, 3))):
-            if answer > 9 and rng.random() < 0.2:
-                question, solution, answer = tell(rng, *rng.choice(FOLLOW_UPS), (answer, rng.randint(2, 9)))
-            else:
-                question, solution, answer = problem(rng, mixed)
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
+        for _ in range(rng.choice((1, 2, 4))):
+            told, steps, answer = story(rng, rng.choice(NEW if mixed and rng.random() >= OLD else BASIC))
+            messages.append({"role": "user", "content": f"{told} {rng.choice(QUESTIONS)}"})
+            messages.append({"role": "assistant", "content": f"{steps} The answer is {answer}."})
         yield messages
 
 
 def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Return a BPE tokenizer of bytes, to which a number is one token: small models learn to add those sooner."""
-    texts = [*documents(3000, 1), *(turn["content"] for chat in chats(1000, True, 1) for turn in chat)]
+    texts = [*documents(300, 1), *(turn["content"] for chat in chats(1000, True, 1) for turn in chat)]
     texts += ["system\nuser\nassistant\n" + "".join(f" {number}" for number in range(60))] * 300
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -142,7 +116,7 @@ def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=pad, **roles)
 
 
-def write(folder: Path, examples: tuple[int, int, int] = (8000, 2500, 2500), vocab_size: int = 560) -> Path:
+def write(folder: Path, examples: tuple[int, int, int] = (4000, 4000, 4000), vocab_size: int = 528) -> Path:
     """Write documents, basic and mixed chats, so many of each, and the tokenizer, unless the folder is there."""
     if folder.is_dir():
         return folder

@@ -151,8 +151,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     sharded = [m.weight for m in linears if is_partitioned(m.weight)]
     gathered = [weight for weight in sharded if group is not None and group.in_fp8(weight)]
     gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered["fp8_gathered_experts"]
-    in_fp8 = "FP8 data (the output's gradient bf16) of attention in FP8, bf16 of the rest"
-    exchange = "bf16" if conversion.attention is None else in_fp8
     basic = getattr(engine, "basic_optimizer", None)
     optimizer = NO_OPTIMIZER if basic is None else type(basic).__name__
     graphs = f"after {EAGER_STEPS} micro-batches of a shape, compared with Python now and then"
@@ -177,7 +175,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fused_mlps": len(fusion.mlps),
         "not_fused": fusion.left,
         **_attention(conversion.attention),
-        "attention_exchange": None if engine.sequence_parallel_size == 1 else exchange,
         "param_gather": fp8.param_gather.format if group else "bf16",
         "param_transport": group.transport.description if group else "by collectives",
         "fp8_gathered_parameters": gathered_count,
@@ -374,8 +371,6 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
     weights = f"weights {report['param_gather']}, {report['param_transport']}, {nbytes}"
     scale = ", one scale a tensor" if report["grad_scale"] == "tensor" else ""
     yield "wire", f"{weights}; gradients {report['grad_reduce']}, {report['grad_hierarchy']}{scale}"
-    if full and report["attention_exchange"] is not None:
-        yield "attention's exchange", report["attention_exchange"]
     if (frozen := report["frozen_weights_with_bf16"]) is not None:
         with_bf16, count = frozen
         copies = f"; of {with_bf16:,} BF16 shards, too" if with_bf16 else " alone"

@@ -22,7 +22,7 @@ a row by itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -193,8 +193,8 @@ def by_length(
 ) -> torch.Tensor:
     """Return attention [B, S, heads, D], in FP8 for long documents and for rows of one document.
 
-    in_fp8 takes q, k and v; in_bf16 QKV and the ends of documents. ends: int32 [documents + 1] through all rows, or
-    None.
+    in_fp8 takes q, k and v; in_bf16 QKV and the ends of documents, and returns (output, weights). ends: int32
+    [documents + 1] through all rows, or None.
     """
     rows, length = len(qkv.q), qkv.q.shape[2]
     if ends is None or len(ends) == rows + 1:
@@ -202,29 +202,29 @@ def by_length(
     of_rows = calls(ends, length)
     parts = _pieces([(call.start, call.stop) for call in of_rows], qkv)
     outputs = [
-        in_fp8(*part)[0] if call.in_fp8 else in_bf16(part, call.ends)[0]
+        in_fp8(*part)[0] if call.in_fp8 else in_bf16(part, call.ends)[0][0]
         for call, part in zip(of_rows, parts, strict=True)
     ]
     return torch.cat(outputs).unflatten(0, (rows, length))
 
 
 def attention(
-    before: Callable[..., tuple[torch.Tensor, Any]],
     takes_ends: bool,
+    before: Callable[..., tuple[torch.Tensor, Any]],
     module: nn.Module,
-    options: Mapping[str, Any],
     qkv: QKV,
-    ends: torch.Tensor,
-) -> torch.Tensor:
-    """Return the output [B, S, heads, D] of the attention function `before`, within documents.
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Return (output, weights) of the attention function `before`, within documents where `mask` is their ends.
 
-    takes_ends: `before` takes `ends` as its mask; otherwise it is called once a document.
+    takes_ends: `before` takes the ends as its mask; otherwise it is called once a document.
     """
-    if takes_ends:
-        return before(module, *qkv, ends, **options)[0]
-    of_documents = [(start, stop) for start, stop in pairwise(ends_on_host(ends)) if start < stop]
+    if takes_ends or mask is None or mask.ndim != 1:
+        return before(module, *qkv, mask, **options)
+    of_documents = [(start, stop) for start, stop in pairwise(ends_on_host(mask)) if start < stop]
     outputs = [before(module, *part, None, **options)[0][0] for part in _pieces(of_documents, qkv)]
-    return torch.cat(outputs).unflatten(0, (len(qkv.q), qkv.q.shape[2]))
+    return torch.cat(outputs).unflatten(0, (len(qkv.q), qkv.q.shape[2])), None
 
 
 def _pieces(places: Sequence[tuple[int, int]], qkv: QKV) -> Iterator[QKV]:

@@ -24,7 +24,7 @@ from ds_fp8.layers.decoder.attention import use_fastest_kernels, use_own_kernels
 from ds_fp8.layers.decoder.decoder import Fused, FusedAttentionHalf, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.experts.experts import ExpertsConversion, FP8Experts, convert_experts, restore_experts
 from ds_fp8.layers.experts.routing import count_without_sync
-from ds_fp8.layers.experts.selection import backend_of_experts, experts_left, multiplies_experts, names_of_experts
+from ds_fp8.layers.experts.selection import experts_left, multiplies_experts, names_of_experts
 from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.linear.linear import LAYERS, FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe
@@ -96,10 +96,6 @@ def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) ->
     def recipe_of(name: str) -> LinearRecipe:
         return override_of[name].recipe if name in override_of else recipe
 
-    def recipe_of_experts(name: str) -> LinearRecipe:
-        own = recipe_of(name)
-        return replace(own, backend=backend_of_experts(plan.expert_products, own.backend))
-
     restore(model)
     restore_attention(model)
     left = unconverted(model, group, filter)
@@ -111,7 +107,7 @@ def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) ->
             own = replace(own, outlier_channels=0)
         LAYERS.get(type(own), FP8Linear).swap_in(layers[name], name, own, model)
     multiply = multiplies_experts(plan.expert_products, recipe.backend)
-    converted_experts = convert_experts(model, experts_left(model, group), recipe_of_experts, multiply)
+    converted_experts = convert_experts(model, experts_left(model, group), recipe_of, multiply)
     if experts:
         count_without_sync(model)
     reasons = left | converted_experts.left

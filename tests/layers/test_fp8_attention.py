@@ -18,15 +18,12 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention import format as attention_format
 from ds_fp8.layers.attention.cudnn import FORWARD, HEADS_A_CALL, P_SCALE, GradientScales, factors, kv_heads_of_a_call
 from ds_fp8.layers.attention.fp8_attention import (
-    SEED,
     SMALLEST_BOUND,
     Reference,
-    dequantize_heads,
     fp8_attention,
     gradient_scales,
     quantize_heads,
 )
-from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
@@ -343,22 +340,3 @@ def test_backward_is_called_for_equal_parts_of_few_heads(heads, kv_heads, expect
     assert kv_heads_of_a_call(heads, kv_heads) == expected
     assert kv_heads % expected == 0
     assert expected == 1 or expected * heads // kv_heads <= HEADS_A_CALL
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled kernel")
-@pytest.mark.parametrize("features", [64, 128])
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "length"), [(1, 2, 2, 128), (2, 6, 2, 37), (3, 4, 1, 130)])
-def test_codes_become_numbers_in_one_pass(rows, heads, kv_heads, length, features):
-    dequantize_tiles = pytest.importorskip("ds_fp8.layers.attention.dequantize_triton").dequantize_tiles
-    generator = torch.Generator().manual_seed(0)
-    # Whole numbers, sums of which are exact in whatever order. Rounded by torch: Triton's interpreter cuts bits off.
-    numbers = torch.randint(-8, 9, (rows, length, heads, features), generator=generator).float()
-    mean = torch.randn(rows, kv_heads, 1, features, generator=generator).bfloat16()
-    scale = torch.tensor(0.125)
-    codes = numbers.to(torch.float8_e4m3fn)
-    found = dequantize_tiles(codes, scale, torch.float32, mean=mean).bfloat16()
-    assert torch.equal(found, dequantize_heads(codes, scale, torch.bfloat16, mean))
-    codes = numbers.transpose(1, 2).contiguous().transpose(1, 2).to(torch.float8_e5m2)  # as the reference has them
-    for rotation in (Rotation(features, SEED), None):
-        found = dequantize_tiles(codes, scale, torch.float32, rotation=rotation).bfloat16()
-        assert torch.equal(found, dequantize_heads(codes, scale, torch.bfloat16, rotated=rotation is not None))

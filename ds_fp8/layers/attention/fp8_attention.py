@@ -72,16 +72,11 @@ def dequantize_heads(
     data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, mean: torch.Tensor | None = None, rotated: bool = False
 ) -> torch.Tensor:
     """Dequantize data [B, S, heads, D], add a mean of v [B, kv_heads, 1, D], and rotate back if `rotated`."""
-    rotation = _rotation(data) if rotated else None
-    if data.is_cuda:
-        from ds_fp8.layers.attention.dequantize_triton import dequantize_tiles
-
-        return dequantize_tiles(data, scale, dtype, mean, rotation)
     x = dequantize_unscaled(data, dtype).mul_(scale.to(dtype))  # a power of two: exact in BF16
     if mean is not None:
         by_kv_head = x.unflatten(2, (mean.shape[1], -1))  # [B, S, kv_heads, heads / kv_heads, D]
         by_kv_head += mean.transpose(1, 2).unsqueeze(3)
-    return unrotate(x.flatten(0, -2), rotation).view(x.shape)
+    return unrotate(x.flatten(0, -2), _rotation(x)).view(x.shape) if rotated else x
 
 
 def _rotation(x: torch.Tensor) -> Rotation | None:

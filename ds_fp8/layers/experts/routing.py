@@ -117,27 +117,6 @@ def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch
         )
 
 
-def changed_tokens(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return by layer the share, 0 to 1, of tokens with different sets of experts in two routings.
-
-    Raises:
-        UserError: Layers or tokens differ.
-    """
-    if first.keys() != second.keys():
-        lacking = min(first.keys() ^ second.keys())
-        raise UserError(f"only one of the two routings has {lacking}", remedy="record both from the same model")
-    shares = {}
-    for name, ours in first.items():
-        theirs = second[name].to(ours.device)
-        if ours.shape != theirs.shape:
-            raise UserError(
-                f"routes of {name} are {_size(ours)} and {_size(theirs)}", remedy="record both from the same tokens"
-            )
-        differ = (ours.sort(1).values != theirs.sort(1).values).any(1)
-        shares[name] = differ.double().mean().item()
-    return shares
-
-
 def is_routed(module: nn.Module) -> bool:
     """Return whether the routing of this module is being recorded or replayed."""
     return hasattr(vars(module).get("forward"), "records_or_replays")

@@ -163,18 +163,16 @@ def _check_tiles(model: nn.Module, fusion: Fusion) -> None:
 def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
     for pattern in overrides:
         if not any(matches(name, pattern) for name in layers):
+            parts = [name.split(".") for name in layers]
+            usual = {
+                ".".join([*each[:end], "*"]) for each in parts for end in range(1, len(each))
+            }  # "model.layers.0.*"
+            usual |= {f"*.{each[-1]}" for each in parts}
             raise UserError(
                 f'fp8.linear.overrides "{pattern}" matches no linear layer of this model',
                 key=f'fp8.linear.overrides["{pattern}"]',
-                remedy=nearest(pattern, {*_patterns(layers), *layers}),
+                remedy=nearest(pattern, {*usual, *layers}),
             )
-
-
-def _patterns(names: Iterable[str]) -> set[str]:
-    """Return the usual patterns of these names: "*.q_proj", "model.layers.0.*" and the like."""
-    parts = [name.split(".") for name in names]
-    inside = {".".join([*each[:end], "*"]) for each in parts for end in range(1, len(each))}
-    return inside | {f"*.{each[-1]}" for each in parts}
 
 
 def layer_of(model: nn.Module, product: str) -> str:

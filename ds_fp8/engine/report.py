@@ -197,7 +197,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "monitor": {**fp8.monitor.model_dump(), "every": state.monitor.every},
         "moved_to_bf16": state.health.layers_in_bf16,  # the list itself: training appends to it
     }
-    return report | {"notes": list(_notes(engine, state, report, linears, tokens))}
+    return report | {"notes": [*_notes(engine, state, report, linears, tokens), *state.notes]}
 
 
 def _notes(

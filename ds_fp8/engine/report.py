@@ -235,7 +235,7 @@ def _notes(
             pattern = part["pattern"]
             yield f'fp8.linear.overrides "{pattern}" has no effect: other patterns, or the reasons above, apply first'
     yield from _in_folders(engine.module)
-    recipes = [state.conversion.recipe, *(override.recipe for override in state.conversion.overrides.values())]
+    recipes = [state.conversion.recipe, *state.plans.layers.overrides.values()]
     listed = [name for name in state.conversion.converted if in_expert_list(name)]
     if listed and any(recipe is not None and recipe.outlier_channels for recipe in recipes):
         yield f"experts in a list, not all of which every rank calls, have no outlier channels: {listed[0]} and others"
@@ -300,15 +300,15 @@ def _emulated_state(fp8: FP8Config) -> list[str]:
 
 
 def _overrides(state: FP8State) -> list[dict[str, Any]]:
-    casts = state.config.linear.overrides
+    casts, recipes = state.config.linear.overrides, state.plans.layers.overrides
     return [
         {
             "pattern": pattern,
             "casts": str(casts[pattern]),
-            "backend": "bf16" if override.recipe is None else override.recipe.backend,
-            "linears": len(override.linears),
+            "backend": "bf16" if recipes[pattern] is None else recipes[pattern].backend,
+            "linears": len(linears),
         }
-        for pattern, override in state.conversion.overrides.items()
+        for pattern, linears in state.conversion.overrides.items()
     ]
 
 
@@ -320,7 +320,6 @@ FUSED = {
     "fused_attention_halves": "attention halves of layers with experts",
     "fused_mlps": "MLPs",
 }
-OTHERS_FORWARD = "replaced on the instance"  # in the description of a loss whose forward another package replaced
 NO_OPTIMIZER = "none"
 Rows = Iterator[tuple[str, str]]
 
@@ -380,7 +379,7 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
     step = "" if report["optimizer"] == NO_OPTIMIZER else f"{report['optimizer_step']}; "
     yield "optimizer step", f"{step}{_optimizer(report)}"
     yield "CUDA graphs", report["graphs"]
-    yield "loss", _loss(report)
+    yield "loss", report["loss"]
     if full:
         every, fallback = report["monitor"]["every"], report["monitor"]["fallback"]
         measured = f"measured every {every} steps; a layer that degrades {'runs in BF16' if fallback else 'is named'}"
@@ -429,15 +428,6 @@ def _optimizer(report: Mapping[str, Any]) -> str:
     kept = ", ".join(f"{name} {state[name]}" for name in parts_of_state)
     rounding = f", {' and '.join(parts)} rounded stochastically" if parts else ""
     return f"{name}, {kept}{rounding}, {report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
-
-
-def _loss(report: Mapping[str, Any]) -> str:
-    if OTHERS_FORWARD not in report["loss"]:
-        return report["loss"]
-    return (
-        f"{report['loss']} (by TRL, say): whether logits are in memory is up to it (TRL's chunked loss has none), and "
-        "fp8.loss has no effect"
-    )
 
 
 def _by_reason(reasons: Mapping[str, str]) -> Rows:

@@ -6,7 +6,7 @@ selection.py, experts/selection.py and decoder/structure.py decide which layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -52,14 +52,6 @@ class LayersPlan:
 
 
 @dataclass(frozen=True)
-class Override:
-    """The effect of one pattern of fp8.linear.overrides."""
-
-    recipe: LinearRecipe | None  # None: BF16
-    linears: list[str] = field(default_factory=list)  # names of the layers that use this override
-
-
-@dataclass(frozen=True)
 class Conversion:
     """Result of `convert`: names of the linears in FP8, and of the others with the reason (`left`)."""
 
@@ -67,7 +59,7 @@ class Conversion:
     converted: list[str]
     left: dict[str, str]
     unmatched: list[str]  # the user's skip patterns that match no linear
-    overrides: dict[str, Override]  # by pattern, the first match counts
+    overrides: dict[str, list[str]]  # names of the layers by pattern of fp8.linear.overrides; the first match counts
     experts: ExpertsConversion
     attention: AttentionFormat | None  # None: BF16
     fusion: Fusion
@@ -90,11 +82,10 @@ def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) ->
     named = [*layers, *experts]
     # Before anything changes: a model that is refused stays what an earlier conversion made of it.
     _check_patterns(plan.overrides, named)
-    overrides = {pattern: Override(own) for pattern, own in plan.overrides.items()}
-    override_of = {name: overrides[pattern] for name, pattern in first_matches(named, overrides).items()}
+    pattern_of, overrides = first_matches(named, plan.overrides), {pattern: [] for pattern in plan.overrides}
 
     def recipe_of(name: str) -> LinearRecipe:
-        return override_of[name].recipe if name in override_of else recipe
+        return plan.overrides[pattern_of[name]] if name in pattern_of else recipe
 
     restore(model)
     restore_attention(model)
@@ -111,9 +102,9 @@ def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) ->
     if experts:
         count_without_sync(model)
     reasons = left | converted_experts.left
-    for name, override in override_of.items():
+    for name, pattern in pattern_of.items():
         if reasons.get(name, OVERRIDDEN).startswith(OVERRIDDEN):
-            override.linears.append(name)
+            overrides[pattern].append(name)
     if not (converted or converted_experts.converted or any(why.startswith(OVERRIDDEN) for why in left.values())):
         raise _nothing_converted(left)
     attention, fusion = None, Fusion()

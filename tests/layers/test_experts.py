@@ -304,7 +304,7 @@ def test_skip_and_overrides_mean_experts_by_their_names():
         "model.layers.1.mlp.experts.down_proj": 'named by fp8.linear.overrides "*.experts.down_proj"',
     }
     assert not isinstance(model.model.layers[0].mlp.experts, FP8Experts)
-    assert conversion.overrides["*.experts.down_proj"].linears == ["model.layers.1.mlp.experts.down_proj"]
+    assert conversion.overrides["*.experts.down_proj"] == ["model.layers.1.mlp.experts.down_proj"]
     assert not conversion.unmatched
 
 

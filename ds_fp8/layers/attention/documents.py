@@ -33,10 +33,10 @@ from torch import nn
 # at 16384 tokens, with 28 heads and with 12; 1.1 and 2.5 at 8192 (docs/log/attention.md).
 LONG = 16384
 
+ENDS = "ds_fp8_document_ends"  # keys of `cache`: attributes of a tensor
 _COUNT = "ds_fp8_documents"
 _RUN = "ds_fp8_first_of_run"
 _FULL = "ds_fp8_full"
-_ENDS = "ds_fp8_document_ends"
 _fixed: int | None = None
 
 
@@ -48,12 +48,12 @@ class QKV(NamedTuple):
     v: torch.Tensor
 
 
-def _noted(tensor: torch.Tensor | None, key: str) -> Any:
+def cached(tensor: torch.Tensor | None, key: str) -> Any:
     value, version = getattr(tensor, key, (None, None))
     return value if value is not None and version == tensor._version else None
 
 
-def _note(tensor: torch.Tensor | None, key: str, value: Any) -> None:
+def cache(tensor: torch.Tensor | None, key: str, value: Any) -> None:
     # Inference tensors have no version: a later write would go unnoticed.
     if tensor is not None and not tensor.is_inference():
         setattr(tensor, key, (value, tensor._version))
@@ -64,7 +64,7 @@ def count(positions: torch.Tensor) -> int:
 
     0 if the positions of a row do not count from 0 in every document.
     """
-    if (known := _noted(positions, _COUNT)) is not None:
+    if (known := cached(positions, _COUNT)) is not None:
         return known
     begins = positions == 0
     counts_on = positions[..., 1:] == positions[..., :-1] + 1
@@ -72,13 +72,9 @@ def count(positions: torch.Tensor) -> int:
     return int(torch.where(valid, begins.sum(), 0))  # one copy to the host
 
 
-def note(positions: torch.Tensor, documents: int) -> None:
-    _note(positions, _COUNT, documents)
-
-
 def first_of_run(positions: torch.Tensor) -> int | None:
     """Return the position from which all rows count on without a break, or None; a host sync as in `count`."""
-    result = _noted(positions, _RUN)
+    result = cached(positions, _RUN)
     if result is None:
         first = positions.flatten()[0]
         numbers = torch.arange(positions.shape[-1], device=positions.device)
@@ -88,14 +84,14 @@ def first_of_run(positions: torch.Tensor) -> int | None:
 
 def note_as(here: torch.Tensor, there: torch.Tensor) -> None:
     """Cache on positions on a device the results of `count` and `first_of_run` for their copy on the host."""
-    note(there, count(here))
+    cache(there, _COUNT, count(here))
     first = first_of_run(here)
-    _note(there, _RUN, -1 if first is None else first)
+    cache(there, _RUN, -1 if first is None else first)
 
 
 def is_full(mask: torch.Tensor) -> bool:
     """Return whether a padding mask [rows, tokens] is all ones; one host sync a tensor."""
-    ones = _noted(mask, _FULL)
+    ones = cached(mask, _FULL)
     if ones is None:
         ones = bool(mask.all())
         mark_full(mask, ones)
@@ -103,7 +99,7 @@ def is_full(mask: torch.Tensor) -> bool:
 
 
 def mark_full(mask: torch.Tensor, ones: bool) -> None:
-    _note(mask, _FULL, ones)
+    cache(mask, _FULL, ones)
 
 
 def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
@@ -132,20 +128,12 @@ def ends_of(positions: torch.Tensor) -> torch.Tensor | None:
     return torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
 
 
-def note_ends(tensor: torch.Tensor | None, value: object) -> None:
-    _note(tensor, _ENDS, value)
-
-
-def noted_ends(tensor: torch.Tensor | None) -> object | None:
-    return _noted(tensor, _ENDS)
-
-
 def ends_on_host(ends: torch.Tensor) -> list[int]:
     """Return `ends` as numbers; one host sync a tensor."""
-    known = noted_ends(ends)
+    known = cached(ends, ENDS)
     if known is None:
         known = ends.tolist()
-        note_ends(ends, known)
+        cache(ends, ENDS, known)
     return known
 
 
@@ -183,7 +171,7 @@ def calls(ends: torch.Tensor, length: int) -> list[Call]:
         in_fp8 = longest(of_call) >= LONG
         if not in_fp8:
             own = ends[first : last + 1] - of_call[0]
-            note_ends(own, [place - of_call[0] for place in of_call])  # known on the host: no sync later
+            cache(own, ENDS, [place - of_call[0] for place in of_call])  # known on the host: no sync later
         result.append(Call(of_call[0], of_call[-1], in_fp8, own))
     return result
 

@@ -165,7 +165,7 @@ def _document_ends(
     """
     if documents.fixed_at() == 0:
         return None  # in a CUDA graph, without host syncs: eager micro-batches of all ranks had one document a row
-    known_shape, ends = documents.noted_ends(of_slice) or (None, None)
+    known_shape, ends = documents.cached(of_slice, documents.ENDS) or (None, None)
     if known_shape == shape:
         return ends
     if positions is None or positions.dim() != 2 or positions.shape[1] != shape[1]:
@@ -173,5 +173,5 @@ def _document_ends(
     ends = documents.ends_of(positions.expand(shape[0], -1))  # one row of positions is for all rows of a batch
     if of_slice is not None and ends is not None and of_slice.shape[-1] < shape[1]:
         _warn_of_slices(ends, shape, of_slice.shape[-1])
-    documents.note_ends(of_slice, (shape, ends))
+    documents.cache(of_slice, documents.ENDS, (shape, ends))
     return ends

@@ -156,26 +156,6 @@ def longest(ends: list[int]) -> int:
     return max((stop - start for start, stop in pairwise(ends)), default=0)
 
 
-class Call(NamedTuple):
-    start: int  # first token, counted through all rows
-    stop: int
-    in_fp8: bool
-    ends: torch.Tensor | None  # int32, of its documents, from its first token; None in FP8: one document
-
-
-def calls(ends: torch.Tensor, length: int) -> list[Call]:
-    """Return the calls of attention, in order, for rows of `length` tokens; a host sync as in `ends_on_host`."""
-    places, result = ends_on_host(ends), []
-    for first, last in _runs(places, length):
-        of_call, own = places[first : last + 1], None
-        in_fp8 = longest(of_call) >= LONG
-        if not in_fp8:
-            own = ends[first : last + 1] - of_call[0]
-            cache(own, ENDS, [place - of_call[0] for place in of_call])  # known on the host: no sync later
-        result.append(Call(of_call[0], of_call[-1], in_fp8, own))
-    return result
-
-
 def by_length(
     in_fp8: Callable[..., torch.Tensor], in_bf16: Callable[..., torch.Tensor], qkv: QKV, ends: torch.Tensor | None
 ) -> torch.Tensor:
@@ -187,12 +167,17 @@ def by_length(
     rows, length = len(qkv.q), qkv.q.shape[2]
     if ends is None or len(ends) == rows + 1:
         return in_fp8(*qkv)
-    of_rows = calls(ends, length)
-    parts = _pieces([(call.start, call.stop) for call in of_rows], qkv)
-    outputs = [
-        in_fp8(*part)[0] if call.in_fp8 else in_bf16(part, call.ends)[0][0]
-        for call, part in zip(of_rows, parts, strict=True)
-    ]
+    places, outputs = ends_on_host(ends), []
+    runs = list(_runs(places, length))
+    parts = _pieces([(places[first], places[last]) for first, last in runs], qkv)
+    for (first, last), part in zip(runs, parts, strict=True):
+        of_call = places[first : last + 1]
+        if longest(of_call) >= LONG:
+            outputs.append(in_fp8(*part)[0])
+        else:
+            own = ends[first : last + 1] - of_call[0]
+            cache(own, ENDS, [place - of_call[0] for place in of_call])  # known on the host: no sync later
+            outputs.append(in_bf16(part, own)[0][0])
     return torch.cat(outputs).unflatten(0, (rows, length))
 
 

@@ -142,14 +142,8 @@ def fp8_attention(
 ) -> torch.Tensor:
     """Compute causal attention in FP8 of BF16 q [B, heads, S, D], k and v [B, kv_heads, S, D]: [B, S, heads, D].
 
-    Strides are free: [B, S, heads, D] seen through `transpose` is not copied.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        scaling: Of q kᵀ, by default D^(-1/2).
-        reference: Plain torch on a GPU, too: all scores at once, in FP32, quantized where the kernels quantize.
+    Strides are free: [B, S, heads, D] seen through `transpose` is not copied. scaling: of q kᵀ, by default D^(-1/2).
+    reference: plain torch on a GPU too, all scores at once in FP32, quantized where the kernels quantize.
     """
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     return _Attention.apply(q, k, v, scaling, reference or not q.is_cuda)

@@ -78,10 +78,10 @@ def test_rms_norm(tokens, hidden, residual):
     *_, reference = rms_norm_quantize(h.cpu(), weight.cpu(), 1e-6, recipe())
     assert error(reference.dequantize(), quantize(exact.cpu()).dequantize()) < 1e-2
 
-    dn, dresidual = random(tokens, hidden), random(tokens, hidden) if residual else None
+    dn, dresidual = random(tokens, hidden), random(tokens, hidden)
     leaf, w = h.float().requires_grad_(), weight.float().requires_grad_()
     F.rms_norm(leaf, (hidden,), w, 1e-6).backward(dn.float())
-    dh = leaf.grad + (dresidual.float() if residual else 0)
+    dh = leaf.grad + dresidual.float()
     inputs = dn, h, weight, rstd, dresidual
     for result in (norm_kernels.normalise_backward(*inputs), rms_norm_backward(*map(on_cpu, inputs))):
         assert error(result[0], dh) < BF16_ERROR

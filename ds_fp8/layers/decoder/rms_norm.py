@@ -41,11 +41,7 @@ def rms_norm_quantize(
 
 
 def rms_norm_backward(
-    dn: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    rstd: torch.Tensor,
-    dresidual: torch.Tensor | None = None,
+    dn: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of hidden [T, H], with `dresidual` of the residual stream added, and of weight [H].
 
@@ -57,7 +53,5 @@ def rms_norm_backward(
         return normalise_backward(dn, hidden, weight, rstd, dresidual)
     scaled = hidden.float() * rstd[:, None]
     gradient = dn.float() * weight.float()
-    dhidden = rstd[:, None] * (gradient - scaled * (gradient * scaled).mean(-1, keepdim=True))
-    if dresidual is not None:
-        dhidden = dhidden + dresidual.float()
+    dhidden = rstd[:, None] * (gradient - scaled * (gradient * scaled).mean(-1, keepdim=True)) + dresidual.float()
     return dhidden.to(hidden.dtype), (dn.float() * scaled).sum(0).to(weight.dtype)

@@ -118,9 +118,9 @@ class Adapters(tuple[Adapter, ...]):
             gradients.append(db if db is None else db.to(b.dtype))
         return du, gradients
 
-    def add_to_input(self, dn: torch.Tensor, du: torch.Tensor | None, saved: SavedAdapters) -> None:
-        """Add du A to dn [T, K] in place."""
-        if not self:
+    def add_to_input(self, dn: torch.Tensor | None, du: torch.Tensor | None, saved: SavedAdapters) -> None:
+        """Add du A to dn [T, K] in place; nothing without dn."""
+        if not self or dn is None:
             return
         if not self._drops:
             dn.addmm_(du, self._a(dn.dtype))
@@ -159,13 +159,13 @@ class Adapters(tuple[Adapter, ...]):
     def backward(
         self,
         dy: torch.Tensor,
-        dn: torch.Tensor,
+        dn: torch.Tensor | None,
         saved: SavedAdapters,
         x: torch.Tensor | None,
         rstd: torch.Tensor | None = None,
         norm: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
-        """Add the adapters' dn in place; return the gradients of `parameters`."""
+        """Add the adapters' dn in place, if there is a dn; return the gradients of `parameters`."""
         du, db = self.output_backward(dy, saved)
         self.add_to_input(dn, du, saved)
         return self.in_order(self.a_backward(du, x, saved, rstd, norm), db)

@@ -40,13 +40,6 @@ class WeightGroup(tuple):
         return WeightGroup, ()
 
 
-def unshard_for_backward(weight: nn.Parameter) -> None:
-    """Unshard the layer of a weight for backward, if ZeRO-3 has not."""
-    gather = getattr(weight, BEFORE_BACKWARD, None)
-    if gather is not None:
-        gather()
-
-
 def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
     """Return all weights that are multiplied as one with this weight, in stacking order."""
     return getattr(weight, GROUP, ()) or (weight,)

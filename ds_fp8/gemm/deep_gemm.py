@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -34,23 +33,8 @@ from ds_fp8.gemm import cublas
 
 ROWS = 16  # rows of a product must be a multiple of this, the padding of its scales
 
-
-class Product(NamedTuple):
-    """Shape of [rows, contraction] @ [columns, contraction]ᵀ, which selects the kernel."""
-
-    rows: int
-    columns: int
-    contraction: int
-
-    @property
-    def possible(self) -> bool:
-        return self.rows % ROWS == self.columns % BLOCK == self.contraction % BLOCK == 0
-
-    def __str__(self) -> str:
-        return " x ".join(map(str, self))
-
-
-_ready: set[Product] = set()  # shapes whose kernels this process has loaded
+# (rows, columns, contraction) of products whose kernels this process has loaded
+_ready: set[tuple[int, int, int]] = set()
 
 
 @functools.lru_cache(maxsize=1)
@@ -74,16 +58,13 @@ unsupported = cublas.unsupported
 
 
 def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
-    product = Product(a.shape[0], b.shape[0], a.shape[1])
-    if (a.granularity, b.granularity, out_dtype) != ("1x128", "128x128", torch.bfloat16) or not product.possible:
+    shape = rows, columns, contraction = a.shape[0], b.shape[0], a.shape[1]
+    casts, fits = (a.granularity, b.granularity), rows % ROWS == columns % BLOCK == contraction % BLOCK == 0
+    if casts != ("1x128", "128x128") or out_dtype is not torch.bfloat16 or not fits:
         return cublas.scaled_matmul(a, b, out_dtype)
-    return _multiply(product, a, b)
-
-
-def _multiply(product: Product, a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
     import deep_gemm
 
-    result = torch.empty(product.rows, product.columns, dtype=torch.bfloat16, device=a.data.device)
+    result = torch.empty(rows, columns, dtype=torch.bfloat16, device=a.data.device)
     # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1), also of a single row,
     # which contiguous() does not ensure
     packed = b.scale
@@ -93,9 +74,10 @@ def _multiply(product: Product, a: QuantizedTensor, b: QuantizedTensor) -> torch
     # Kernels are specialised for N and K. The number of rows only decides which tiles are the fastest, and so whether
     # other rows need another kernel.
     launch = functools.partial(deep_gemm.fp8_gemm_nt, *arguments, recipe=(1, BLOCK, BLOCK), compiled_dims="nk")
-    if product in _ready:
+    if shape in _ready:
         launch()
         return result
+    words = " x ".join(map(str, shape))
     with _compile_lock():
         begin = time.monotonic()
         try:
@@ -103,14 +85,14 @@ def _multiply(product: Product, a: QuantizedTensor, b: QuantizedTensor) -> torch
         # Its assertions are RuntimeErrors, those of its Python parts AssertionErrors.
         except (RuntimeError, AssertionError) as error:
             raise UserError(
-                f"DeepGEMM cannot multiply {product}: {str(error).strip() or type(error).__name__}",
+                f"DeepGEMM cannot multiply {words}: {str(error).strip() or type(error).__name__}",
                 key="fp8.linear.backend",
                 remedy='"backend": "cublas"',
             ) from error
         seconds = time.monotonic() - begin
     if seconds > 1:
-        logger.info("DeepGEMM: kernel of %s compiled in %.0f s, once for GPU and version", product, seconds)
-    _ready.add(product)
+        logger.info("DeepGEMM: kernel of %s compiled in %.0f s, once for GPU and version", words, seconds)
+    _ready.add(shape)
     return result
 
 

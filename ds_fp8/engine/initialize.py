@@ -86,33 +86,17 @@ def initialize(
         UserError: The configuration is wrong, or asks for what this machine cannot do.
     """
     show_without_traceback()
-    of_args = getattr(args, "deepspeed_config", None)
-    given = next((one for one in (config, config_params, of_args) if one is not None), None)
-    if given is None:
-        raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
-    if of_args is not None:
-        args = copy.copy(args)
-        args.deepspeed_config = None  # DeepSpeed refuses the configuration in both places
+    args, given = _given(args, config_params if config is None else config)
     configuration = Configuration.read(given)
     file = configuration.file
     if configuration.fp8.enabled:
-        _hush()
-        preflight.check(configuration, optimizer=optimizer, scheduler_given=lr_scheduler is not None)
-        preflight.check_trains(configuration, optimizer, model_parameters)
-        preflight.check_launch()
-        if optimizer is None:
-            preflight.check_compiles(configuration)
+        _check(configuration, optimizer, model_parameters, lr_scheduler)
     if not dist.is_initialized():
         disable_shm_build()
     watchdog.join()  # before the first collective, where there is a process group
     preset_reason = None
     if model is not None and leaves_preset_open(configuration.values.get("fp8")):
-        if not dist.is_initialized():
-            backend = get_accelerator().communication_backend_name()
-            deepspeed.init_distributed(
-                backend, distributed_port=distributed_port, dist_init_required=dist_init_required
-            )
-        watchdog.join()
+        _meet(distributed_port, dist_init_required)
         configuration, preset_reason = _for_weights(configuration, model)
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
     _located(file, check_training_data, training_data, mpu)
@@ -149,6 +133,34 @@ def initialize(
     watchdog.join()  # where DeepSpeed has made the process group
     _attach(result[0], configuration, state)
     return result
+
+
+def _given(args: Any, given: Any) -> tuple[Any, Any]:
+    """Return the arguments without their configuration, and the configuration that is given."""
+    of_args = getattr(args, "deepspeed_config", None)
+    given = of_args if given is None else given
+    if given is None:
+        raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
+    if of_args is not None:
+        args = copy.copy(args)
+        args.deepspeed_config = None  # DeepSpeed refuses the configuration in both places
+    return args, given
+
+
+def _check(configuration: Configuration, optimizer: Any, parameters: Any, scheduler: Any) -> None:
+    _hush()
+    preflight.check(configuration, optimizer=optimizer, scheduler_given=scheduler is not None)
+    preflight.check_trains(configuration, optimizer, parameters)
+    preflight.check_launch()
+    if optimizer is None:
+        preflight.check_compiles(configuration)
+
+
+def _meet(port: int, init_required: bool | None) -> None:
+    if not dist.is_initialized():
+        backend = get_accelerator().communication_backend_name()
+        deepspeed.init_distributed(backend, distributed_port=port, dist_init_required=init_required)
+    watchdog.join()
 
 
 def _prepare(configuration: Configuration, model: torch.nn.Module | None, preset_reason: str | None) -> FP8State:

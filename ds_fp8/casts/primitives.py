@@ -26,7 +26,6 @@ from ds_fp8.config.formats import (
     check_scale_type,
     format_of,
     group_shape,
-    has_power_of_two_scales,
     scale_shape,
 )
 
@@ -174,7 +173,7 @@ def dequantize(
     data: torch.Tensor, scale: torch.Tensor, granularity: str, scale_type: str, dtype: torch.dtype, format: str
 ) -> torch.Tensor:
     """Return data * scale, rounded once to `dtype`."""
-    if dtype is torch.bfloat16 and has_power_of_two_scales(scale_type) and FORMATS[format].exact_in_bf16:
+    if dtype is torch.bfloat16 and SCALE_TYPES[scale_type].powers_of_two and FORMATS[format].exact_in_bf16:
         # Data and scale are exact in BF16: the BF16 product is the FP32 product rounded once, in half the memory.
         return per_element(torch.mul, dequantize_unscaled(data, dtype, format), scale.to(dtype), granularity)
     return per_element(torch.mul, dequantize_unscaled(data, format=format), scale, granularity).to(dtype)

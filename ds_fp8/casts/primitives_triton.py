@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ds_fp8.casts.primitives import MULTIPLIERS
 from ds_fp8.casts.quantization import QuantizedTensor, block_scales
-from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE, has_power_of_two_scales
+from ds_fp8.config.formats import BLOCK, FORMATS, SCALE_TYPES, SMALLEST_SCALE
 
 # Granularity of a result: none, a scale per 1x128 group, per tile, per row, per tensor
 NONE, GROUP, TILE, ROW, TENSOR = (tl.constexpr(i) for i in range(5))
@@ -144,7 +144,7 @@ def format_arguments(format: str, scale: str) -> dict[str, object]:
         "DTYPE": TRITON_DTYPES.get(format, tl.float8e4nv),
         "LARGEST": FORMATS[format].max,
         "SMALLEST": SMALLEST_SCALE,
-        "POW2": int(has_power_of_two_scales(scale)),
+        "POW2": int(SCALE_TYPES[scale].powers_of_two),
     }
 
 

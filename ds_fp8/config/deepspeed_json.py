@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, KeysView, Mapping
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -246,12 +247,12 @@ class DeepSpeedValues(_Values):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
 
 
-class _KeyRecorder(dict):
-    """A dict that records which keys are read."""
+class _KeyRecorder(UserDict, dict):
+    """A dict that records which keys are read; UserDict looks all of them up here."""
 
     def __init__(self, values: dict, asked: set[str]):
-        super().__init__(values)
         self.asked = asked
+        super().__init__(values)
 
     def __contains__(self, key) -> bool:
         self.asked.add(key)
@@ -260,16 +261,6 @@ class _KeyRecorder(dict):
     def __getitem__(self, key):
         self.asked.add(key)
         return super().__getitem__(key)
-
-    def get(self, key, default=None):
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def keys(self):
-        return KeysView(self)
-
-    def __copy__(self):
-        return _KeyRecorder(self, self.asked)
 
 
 @cache

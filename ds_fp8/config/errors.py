@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 # Exit codes of a run: they say whether starting it again helps.
 EXIT_DONE = 0
@@ -93,15 +93,6 @@ def results_of(*checks: Callable[[], Any]) -> list[Any]:
     if mistakes:
         raise joined(mistakes)
     return results
-
-
-def refusal_in(file: str | os.PathLike | None) -> Callable[[str, str, str], NoReturn]:
-    """Return a function of key, problem and remedy that raises the UserError about this configuration file."""
-
-    def refuse(key: str, problem: str, remedy: str) -> NoReturn:
-        raise UserError(problem, key=key, file=file, remedy=remedy)
-
-    return refuse
 
 
 _OF_ANYTHING = {

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -34,16 +34,6 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest normal FP32 number: GPUs flush subnormal quotients to zero."""
 
 
-class Codec(Protocol):
-    """Quantizes to and from uint8, for formats without a torch dtype."""
-
-    def encode(self, x: torch.Tensor, draw: torch.Tensor | None = None) -> torch.Tensor:
-        """Return FP32 `x` as uint8: to nearest, saturated; with draws from [0, 1) stochastic and unbiased."""
-
-    def decode(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize uint8 data."""
-
-
 @dataclass(frozen=True)
 class Format:
     """A number format: the storage of one element of a tensor."""
@@ -52,7 +42,8 @@ class Format:
     dtype: torch.dtype  # uint8 without a torch dtype
     max: float  # largest finite number; saturates
     smallest_subnormal: float
-    codec: Codec | None = None  # for uint8
+    # For uint8: encode(FP32 tensor, draws from [0, 1) or None: to nearest) -> uint8, saturated; decode(uint8, dtype)
+    codec: Any = None
     exact_in_bf16: bool = True  # whether BF16 represents all numbers
 
 
@@ -77,10 +68,6 @@ class ScaleType:
 
 
 SCALE_TYPES = {"fp32": ScaleType(), "pow2": ScaleType(powers_of_two=True)}
-
-
-def has_power_of_two_scales(scale: str) -> bool:
-    return SCALE_TYPES[scale].powers_of_two
 
 
 def check_scale_type(scale: str) -> None:

@@ -91,8 +91,7 @@ class LinearConfig(LinearCasts):
     products with dequantized weights.
 
     fp8 supports some experts and casts; the start report names the others. auto is fp8 with backend cublas or
-    deep_gemm, hence on Hopper, where this package's kernels have been measured, else bf16. fp8 with deep_gemm uses its
-    grouped products."""
+    deep_gemm, hence on Hopper, where this package's kernels have been measured, else bf16."""
     skip: tuple[str, ...] = ("lm_head",)
     """Linears in BF16: names, parts of dotted names, or glob patterns."""
     overrides: dict[str, LinearCasts | Literal["bf16"]] = Field(default_factory=dict)

@@ -43,6 +43,7 @@ from ds_fp8.zero.step import Step, why_not
 
 def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -> None:
     """Replace collectives and step of an engine as its configuration asks, until engine.destroy(). Collective."""
+    state.engine = engine
     if measured and not state.config.trust_checkpoints:
         reading = tensors_only("the checkpoint", "fp8.trust_checkpoints", ', with "trust_checkpoints": true')
         replace(engine, engine, "load_checkpoint", reading(engine.load_checkpoint))

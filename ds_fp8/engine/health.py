@@ -78,13 +78,11 @@ class Health:
         selections = list(outlier_channels_of(engine.module))
         self._outliers = {name: outliers for name, _, outliers in selections}
         self._input_widths = {name: width for name, width, _ in selections}
-        group = data_parallel_group(engine)
-        self._add_over_ranks = functools.partial(_add_over_ranks, group)
+        self._group = data_parallel_group(engine)
         for outliers in self._outliers.values():
             outliers.add_over_ranks = self._add_over_ranks
         self.routing = _watch_routing(engine, monitor, self._add_over_ranks)
-        over_all_ranks = functools.partial(_over_all_ranks, group)
-        monitor.attach(engine.module, dict.fromkeys(self._layer_names.values()), engine.device, over_all_ranks)
+        monitor.attach(engine.module, dict.fromkeys(self._layer_names.values()), engine.device, self._over_all_ranks)
 
     def observe_gradient(self, gradient: torch.Tensor, name: str, scale: torch.Tensor | None) -> None:
         """Measure the quantization of a weight's gradient for the reduce-scatter, rounded to nearest."""
@@ -188,6 +186,15 @@ class Health:
             self.on_move()
             self.say(f"{name} now runs in BF16")
 
+    def _add_over_ranks(self, sums: torch.Tensor) -> None:
+        dist.all_reduce(sums, group=self._group)
+        # An all-reduce may differ between ranks in the last bit, and each rank decides by itself.
+        dist.broadcast(sums, dist.get_global_rank(self._group, 0), group=self._group)
+
+    def _over_all_ranks(self, sums: torch.Tensor, peaks: torch.Tensor) -> None:
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self._group)
+        self._add_over_ranks(sums)
+
     def _write_residuals(self, but_fixed: bool = False) -> None:
         if self.weights is not None:
             self.weights.write_residuals(but_fixed=but_fixed)
@@ -207,14 +214,3 @@ def _watch_routing(
         on_destroy(engine, module.register_forward_pre_hook(observe, with_kwargs=True).remove)
     on_destroy(engine, engine.module.register_forward_hook(routing.observe_output).remove)
     return routing
-
-
-def _add_over_ranks(group: object, sums: torch.Tensor) -> None:
-    dist.all_reduce(sums, group=group)
-    # An all-reduce may differ between ranks in the last bit, and each rank decides by itself.
-    dist.broadcast(sums, dist.get_global_rank(group, 0), group=group)
-
-
-def _over_all_ranks(group: object, sums: torch.Tensor, peaks: torch.Tensor) -> None:
-    dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
-    _add_over_ranks(group, sums)

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -33,8 +32,8 @@ from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach, parameters_with_corrections
 from ds_fp8.engine.model import added_in_bf16, apply_checkpointing_section, weights_are_trained, wider_prefetch
 from ds_fp8.engine.optimizer import choose_optimizer
-from ds_fp8.engine.plans import Plans, plans_of, recipe_from_config
 from ds_fp8.engine.plans import convert as convert_by_plans
+from ds_fp8.engine.plans import plans_of, recipe_from_config
 from ds_fp8.engine.report import log_report, start_report
 from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
 from ds_fp8.engine.state import FP8State
@@ -87,8 +86,8 @@ def initialize(
         UserError: The configuration is wrong, or asks for what this machine cannot do.
     """
     show_without_traceback()
-    given = config if config is not None else config_params
-    configuration = Configuration.read(_given(args) if given is None else given)
+    args, given = _given(args, config_params if config is None else config)
+    configuration = Configuration.read(given)
     file = configuration.file
     if configuration.fp8.enabled:
         _check(configuration, optimizer, model_parameters, lr_scheduler)
@@ -97,7 +96,8 @@ def initialize(
     watchdog.join()  # before the first collective, where there is a process group
     preset_reason = None
     if model is not None and leaves_preset_open(configuration.values.get("fp8")):
-        configuration, preset_reason = _choose_preset(configuration, model, distributed_port, dist_init_required)
+        _meet(distributed_port, dist_init_required)
+        configuration, preset_reason = _for_weights(configuration, model)
     mpu = _located(file, share_sequences, configuration.values, model, mpu, mesh_param)
     _located(file, check_training_data, training_data, mpu)
     if configuration.fp8.enabled:
@@ -106,17 +106,17 @@ def initialize(
         _located(file, preflight.check_parallelism, model, mpu)
     # Before the model is converted: an optimizer that is refused leaves the model as it was.
     own_optimizer = choose_optimizer(configuration, optimizer, model_parameters, _rank)
-    prepared = _located(file, _prepare, configuration, model, preset_reason)
+    state = _located(file, _prepare, configuration, model, preset_reason)
     apply_checkpointing_section(configuration, model)
     if configuration.fp8.enabled and configuration.fp8.activations.keep_attention:
         _located(file, keep_attention, model)
     if optimizer is None and own_optimizer is None:
         _say_what_is_compiled(configuration)
     # From here on ZeRO owns the parameters: modules are replaced above.
-    without = prepared.plans is not None and prepared.plans.group.coded_masters
+    without = state.plans is not None and state.plans.group.coded_masters
     with without_fp32_masters(parameters_with_corrections) if without else nullcontext():
         result = _deepspeed_initialize(
-            _without_config(args),
+            args,
             model,
             optimizer if own_optimizer is None else own_optimizer,
             model_parameters,
@@ -126,40 +126,25 @@ def initialize(
             mpu,
             dist_init_required,
             collate_fn,
-            _for_deepspeed(configuration, own_optimizer is not None, prepared.prefetch),
+            _for_deepspeed(configuration, own_optimizer is not None, state, model),
             mesh_param,
         )
     atexit.register(_end_gloo)
     watchdog.join()  # where DeepSpeed has made the process group
-    _attach(result[0], configuration, prepared, preset_reason)
+    _attach(result[0], configuration, state)
     return result
 
 
-@dataclass
-class _Prepared:
-    """A model before ZeRO owns its parameters."""
-
-    monitor: CastMonitor
-    plans: Plans | None = None  # None, as is the conversion: FP8 is disabled
-    conversion: Conversion | None = None
-    loss: LossFusion | None = None
-    notes: list[str] = field(default_factory=list)
-    prefetch: dict[str, int] = field(default_factory=dict)  # limits of ZeRO-3 that are too small
-
-
-def _given(args: Any) -> Any:
-    given = getattr(args, "deepspeed_config", None)
+def _given(args: Any, given: Any) -> tuple[Any, Any]:
+    """Return the arguments without their configuration, and the configuration that is given."""
+    of_args = getattr(args, "deepspeed_config", None)
+    given = of_args if given is None else given
     if given is None:
         raise UserError("no DeepSpeed configuration", remedy="pass config=..., or launch with --deepspeed_config FILE")
-    return given
-
-
-def _without_config(args: Any) -> Any:
-    if getattr(args, "deepspeed_config", None) is not None:
-        # DeepSpeed refuses the configuration in both places.
+    if of_args is not None:
         args = copy.copy(args)
-        args.deepspeed_config = None
-    return args
+        args.deepspeed_config = None  # DeepSpeed refuses the configuration in both places
+    return args, given
 
 
 def _check(configuration: Configuration, optimizer: Any, parameters: Any, scheduler: Any) -> None:
@@ -171,32 +156,38 @@ def _check(configuration: Configuration, optimizer: Any, parameters: Any, schedu
         preflight.check_compiles(configuration)
 
 
-def _prepare(configuration: Configuration, model: torch.nn.Module | None, preset_reason: str | None) -> _Prepared:
-    """Convert a model and fuse its loss as the configuration asks."""
+def _meet(port: int, init_required: bool | None) -> None:
+    if not dist.is_initialized():
+        backend = get_accelerator().communication_backend_name()
+        deepspeed.init_distributed(backend, distributed_port=port, dist_init_required=init_required)
+    watchdog.join()
+
+
+def _prepare(configuration: Configuration, model: torch.nn.Module | None, preset_reason: str | None) -> FP8State:
+    """Convert a model and fuse its loss as the configuration asks, before ZeRO owns its parameters."""
     fp8 = configuration.fp8
     # Made before the model is converted: recipes keep a reference to the monitor that measures their casts.
-    prepared = _Prepared(CastMonitor(fp8.monitor.every if fp8.enabled else 0))
+    state = FP8State(fp8, CastMonitor(fp8.monitor.every if fp8.enabled else 0), preset_reason)
     if fp8.enabled:
-        prepared.notes += added_in_bf16(model)
-        plans = prepared.plans = plans_of(fp8, prepared.monitor)
-        prepared.conversion = convert_layers(model, plans.layers)
-        if not prepared.conversion.converted and not prepared.conversion.experts.converted:
-            prepared.monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
-        prepared.notes += restore_inverse_frequencies(model)
-        prepared.prefetch, more = wider_prefetch(configuration.zero, model)
-        prepared.notes += more
+        state.notes += added_in_bf16(model)
+        state.plans = plans_of(fp8, state.monitor)
+        conversion = state.conversion = convert_layers(model, state.plans.layers)
+        if not conversion.converted and not conversion.experts.converted:
+            state.monitor.every = 0  # a measured step runs outside graphs, and there is no cast to measure
+        state.notes += restore_inverse_frequencies(model)
         named = fp8.preset if isinstance(fp8.preset, str) else fp8.preset.get("linear")
         asked = preset_reason is None and "preset" in fp8.model_fields_set and named == DEFAULT
         if asked and weights_are_trained(model)[0]:
             closer = f"{FOR_TRAINED} ends closer to BF16 (docs/configuration.md)"
-            prepared.notes.append(f"preset {DEFAULT} on trained weights: {closer}")
+            state.notes.append(f"preset {DEFAULT} on trained weights: {closer}")
+        if conversion.leaf_classes:
+            # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them
+            # together.
+            set_z3_leaf_modules(model, sorted(conversion.leaf_classes, key=lambda leaf: leaf.__name__))
+            deepspeed_logger.addFilter(_not_of_unmatched_leaves)
     if fp8.fuses_loss and model is not None:
-        prepared.loss = _fuse_loss(model, fp8)
-    if prepared.conversion is not None and prepared.conversion.leaf_classes:
-        # A fused module computes with its submodules' weights without calling them: ZeRO-3 must gather them together.
-        set_z3_leaf_modules(model, sorted(prepared.conversion.leaf_classes, key=lambda leaf: leaf.__name__))
-        deepspeed_logger.addFilter(_not_of_unmatched_leaves)
-    return prepared
+        state.loss = _fuse_loss(model, fp8)
+    return state
 
 
 def _say_what_is_compiled(configuration: Configuration) -> None:
@@ -207,25 +198,22 @@ def _say_what_is_compiled(configuration: Configuration) -> None:
         logger.info(words, configuration.optimizer_type, off)
 
 
-def _attach(
-    engine: deepspeed.DeepSpeedEngine, configuration: Configuration, prepared: _Prepared, preset_reason: str | None
-) -> None:
-    fp8, measured = configuration.fp8, "fp8" in configuration.values
+def _attach(engine: deepspeed.DeepSpeedEngine, configuration: Configuration, state: FP8State) -> None:
+    fp8, measured, given = configuration.fp8, "fp8" in configuration.values, configuration.given
     if fp8.enabled:
         check_triton(engine.device)  # before the first cast of weights
     # Also with FP8 disabled: a BF16 run has the same attributes and the same count of bytes.
-    state = engine.fp8 = FP8State(engine, fp8, prepared.monitor, prepared.plans)
-    state.conversion, state.loss, state.preset_reason = prepared.conversion, prepared.loss, preset_reason
+    engine.fp8 = state
+    ranks, length = sequence_parallel_size(configuration.values), given("data", "sequence_length")
+    of_rows = length and length * engine.train_micro_batch_size_per_gpu() // ranks
     try:
         attach(engine, state, measured=measured)
-        state.report = start_report(engine, state, _micro_batch_tokens(configuration, engine))
+        state.report = start_report(engine, state, given("data", "tokens_per_gpu") or of_rows)
     except BaseException as error:  # nobody gets this engine to destroy it: zero.Init's methods would stay replaced
         engine.destroy()
         if isinstance(error, AttributeError):
             versions.explain(error)
         raise
-    if fp8.enabled:
-        state.report["notes"] += prepared.notes
     if measured:
         log_report(state.report, full=fp8.report == "full")
 
@@ -297,16 +285,6 @@ def _not_of_unmatched_leaves(record: logging.LogRecord) -> bool:
     return "leaf module configuration did not match any" not in str(record.msg)
 
 
-def _choose_preset(
-    configuration: Configuration, model: torch.nn.Module, port: int, init_required: bool | None
-) -> tuple[Configuration, str]:
-    if not dist.is_initialized():
-        backend = get_accelerator().communication_backend_name()
-        deepspeed.init_distributed(dist_backend=backend, distributed_port=port, dist_init_required=init_required)
-    watchdog.join()
-    return _for_weights(configuration, model)
-
-
 def _for_weights(open_: Configuration | FP8Config, model: torch.nn.Module) -> tuple[Any, str]:
     """Return a configuration with the preset that fits the weights of a model, and why. Collective."""
     trained, reason = weights_are_trained(model)
@@ -320,11 +298,13 @@ def _for_weights(open_: Configuration | FP8Config, model: torch.nn.Module) -> tu
     return open_.with_preset(DEFAULT), reason
 
 
-def _for_deepspeed(configuration: Configuration, own_optimizer: bool, prefetch: Mapping[str, int]) -> dict[str, Any]:
+def _for_deepspeed(
+    configuration: Configuration, own_optimizer: bool, state: FP8State, model: torch.nn.Module | None
+) -> dict[str, Any]:
     """Return the JSON for deepspeed.initialize: what was given, with what this package needs.
 
     Nothing else changes a configuration. What the user has set stays, but for the two keys by which DeepSpeed accepts
-    an optimizer that it does not know, and for limits of `prefetch` that are too small for a layer with experts.
+    an optimizer that it does not know, and for limits of the prefetch that are too small for a layer with experts.
     """
     values = copy.deepcopy(dict(configuration.values))
     if configuration.fp8.enabled:
@@ -333,19 +313,13 @@ def _for_deepspeed(configuration: Configuration, own_optimizer: bool, prefetch: 
         if configuration.stage == 3:
             # The sum over ranks arrives in FP32: an accumulator in BF16 would round it at every micro-batch.
             values.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    if prefetch:
-        values["zero_optimization"] |= prefetch
+        prefetch, notes = wider_prefetch(configuration.zero, model)
+        state.notes += notes
+        if prefetch:
+            values["zero_optimization"] |= prefetch
     if own_optimizer:
         values |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     return values
-
-
-def _micro_batch_tokens(configuration: Configuration, engine: deepspeed.DeepSpeedEngine) -> int | None:
-    length = configuration.given("data", "sequence_length")
-    shared_by = sequence_parallel_size(configuration.values)
-    return configuration.given("data", "tokens_per_gpu") or (
-        length and length * engine.train_micro_batch_size_per_gpu() // shared_by
-    )
 
 
 def _fuse_loss(model: torch.nn.Module, fp8: FP8Config) -> LossFusion:

@@ -44,7 +44,8 @@ def weights_are_trained(model: nn.Module) -> tuple[bool, str]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     first = ranks == 1 or dist.get_rank() == 0
     if norms:
-        varies = any(_varies(values_here(parameter)) for parameter in norms if first or is_zero_parameter(parameter))
+        values = [values_here(parameter) for parameter in norms if first or is_zero_parameter(parameter)]
+        varies = any(one.device.type != "meta" and one.numel() > 1 and bool((one != one[0]).any()) for one in values)
     else:
         marked = [getattr(parameter, "_is_hf_initialized", False) for parameter in model.parameters()]
         varies = first and 2 * sum(marked) > len(marked)  # more than half: missing parameters are random
@@ -60,10 +61,6 @@ def weights_are_trained(model: nn.Module) -> tuple[bool, str]:
     if varies:
         return True, "the weights are trained: transformers has loaded them"
     return False, "neither norms nor transformers show that weights are trained"
-
-
-def _varies(values: torch.Tensor) -> bool:
-    return values.device.type != "meta" and values.numel() > 1 and bool((values != values[0]).any())
 
 
 def wider_prefetch(zero: DeepSpeedZeroConfig, model: nn.Module) -> tuple[dict[str, int], list[str]]:
@@ -91,17 +88,15 @@ def wider_prefetch(zero: DeepSpeedZeroConfig, model: nn.Module) -> tuple[dict[st
 
 def _largest_layer(model: nn.Module) -> int:
     """Return the number of parameters of the largest layer with FP8Experts, or 0."""
-    modules = dict(model.named_modules())
-    layers = {_layer_of(name) for name, module in modules.items() if isinstance(module, FP8Experts)}
-    sizes = [sum(full_shape(parameter).numel() for parameter in modules[name].parameters()) for name in layers]
-    return max(sizes, default=0)
-
-
-def _layer_of(name: str) -> str:
-    """Return "model.layers.3" of "model.layers.3.mlp.experts"; a name without a number unchanged."""
-    parts = name.split(".")
-    place = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: place + 1])
+    modules, sizes = dict(model.named_modules()), [0]
+    for name, module in modules.items():
+        if isinstance(module, FP8Experts):
+            parts = name.split(".")
+            # "model.layers.3" of "model.layers.3.mlp.experts"; the module itself where no part is a number
+            place = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+            layer = modules[".".join(parts[: place + 1])]
+            sizes.append(sum(full_shape(parameter).numel() for parameter in layer.parameters()))
+    return max(sizes)
 
 
 def apply_checkpointing_section(configuration: Configuration, model: nn.Module | None) -> None:

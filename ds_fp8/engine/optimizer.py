@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_fp8.config import registry
 from ds_fp8.config.deepspeed_json import Configuration
-from ds_fp8.config.errors import UserError, refusal_in
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
 from ds_fp8.engine.plans import step_plan
@@ -150,7 +150,9 @@ def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callabl
         UserError: Here and not later: the section does not describe Adam with decoupled weight decay.
     """
     name, params = configuration.optimizer_type, configuration.optimizer_params
-    refuse = refusal_in(configuration.file)
+
+    def refuse(key: str, problem: str, remedy: str) -> NoReturn:
+        raise UserError(problem, key=key, file=configuration.file, remedy=remedy)
 
     if name not in _ADAM:
         refuse(

@@ -71,27 +71,25 @@ def check(configuration: Configuration, *, optimizer: Any = None, scheduler_give
     def refuse(key: str, problem: str, remedy: str) -> None:
         mistakes.append(UserError(problem, key=key, file=configuration.file, remedy=remedy))
 
-    fp8 = parsed = None
-    try:
-        fp8 = configuration.fp8
-    except UserError as error:
-        mistakes += error.all
+    def attempt(function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except UserError as error:
+            mistakes.extend(error.located(configuration.file).all)
+
+    fp8 = attempt(lambda: configuration.fp8)
     auto = frozenset(key for key, value in flat(configuration.values) if value == AUTO)
     filled = Configuration(_without_auto(configuration.values), configuration.file, auto)
     _check_keys(configuration.values, refuse)
-    try:
-        parsed = filled.deepspeed
-        of = [FP8] + [STAGE_3] * (filled.stage == 3) if fp8 and fp8.enabled else []
+    enabled = fp8 is not None and fp8.enabled
+    parsed = attempt(lambda: filled.deepspeed)
+    if parsed is not None:  # nothing is known of the values of a section that DeepSpeed cannot parse
+        of = [FP8] + [STAGE_3] * (filled.stage == 3) if enabled else []
         mistakes += refusals(filled, *of, DEEPSPEED, file=configuration.file)
-    except UserError as error:  # nothing is known of the values of a section that DeepSpeed cannot parse
-        mistakes += error.all
-    if fp8 and fp8.enabled:
-        try:
-            deepspeed_versions.check(deepspeed.__version__)
-        except UserError as error:
-            mistakes.append(error.located(configuration.file))
+    if enabled:
+        attempt(lambda: deepspeed_versions.check(deepspeed.__version__))
     if optimizer is None and configuration.has_optimizer:
-        _check_optimizer(filled, parsed, refuse, mistakes)
+        _check_optimizer(filled, parsed, refuse, attempt)
     if isinstance(optimizer, torch.optim.Optimizer) and not mistakes and not uses_own_optimizer(filled, optimizer):
         _check_stepped(filled, type(optimizer).__name__, type(optimizer), True, refuse)
     if not scheduler_given and "scheduler" in configuration.values:
@@ -128,7 +126,7 @@ def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
             )
 
 
-def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, mistakes: list[UserError]) -> None:
+def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, attempt: Callable) -> None:
     """Refuse an "optimizer" section that DeepSpeed cannot make an optimizer of, or ZeRO cannot step."""
     section = configuration.given("optimizer")
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
@@ -138,15 +136,12 @@ def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, 
     if not isinstance(params, Mapping):
         refuse("optimizer.params", "the optimizer's params must be an object", '"params": {...}')
         return
-    before = len(mistakes)
-    _check_numbers(params, refuse)
+    wrong = _check_numbers(params, refuse)
     if parsed is None:
         return  # refused already
     if uses_own_optimizer(configuration):
-        try:
-            make_adamw(configuration, rank=lambda: 0)
-        except UserError as error:
-            mistakes += [] if len(mistakes) > before else [error]
+        if not wrong:
+            attempt(lambda: make_adamw(configuration, rank=lambda: 0))
         return
     of_torch = {key for key, entry in vars(torch.optim).items() if isinstance(entry, type)} - {"Optimizer"}
     lower = name.lower()
@@ -165,10 +160,7 @@ def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, 
     _check_stepped(configuration, name, kind, False, refuse)
     wrong = kind is None or _check_call(name, kind, params, "optimizer.params", refuse)
     if own is not None and not wrong:
-        try:
-            own([nn.Parameter(torch.ones(1))], **params)  # which says itself what is out of range
-        except UserError as error:
-            mistakes.append(error)
+        attempt(lambda: own([nn.Parameter(torch.ones(1))], **params))  # which says itself what is out of range
 
 
 def _muon(lr, muon_lr, adam_lr, momentum, ns_method, betas, eps, weight_decay) -> None:
@@ -227,8 +219,9 @@ def check_compiles(configuration: Configuration) -> None:
         raise UserError(problem, key="optimizer.type", file=configuration.file, remedy=remedy)
 
 
-def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:
-    """Check that the usual params are numbers, and betas a pair: what optimizers themselves say of it is cryptic."""
+def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> bool:
+    """Refuse usual params that are no numbers, and betas no pair: what optimizers say of it is cryptic. True if any."""
+    wrong = False
     for key in _USUAL.keys() & params.keys():
         value = params[key]
         numbers = value if key == "betas" else [value]
@@ -236,6 +229,8 @@ def _check_numbers(params: Mapping[str, Any], refuse: Refuse) -> None:
         if not right or (key == "betas" and len(numbers) != 2):
             what = "a pair of numbers" if key == "betas" else "a number"
             refuse(f"optimizer.params.{key}", f"{key} {clipped_repr(value)} is not {what}", f'"{key}": {_USUAL[key]}')
+            wrong = True
+    return wrong
 
 
 def _check_scheduler(section: Any, refuse: Refuse) -> None:

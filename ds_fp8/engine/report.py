@@ -151,8 +151,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
     sharded = [m.weight for m in linears if is_partitioned(m.weight)]
     gathered = [weight for weight in sharded if group is not None and group.in_fp8(weight)]
     gathered_count = sum(math.prod(full_shape(weight)) for weight in gathered) + covered["fp8_gathered_experts"]
-    in_fp8 = "FP8 data (the output's gradient bf16) of attention in FP8, bf16 of the rest"
-    exchange = "bf16" if conversion.attention is None else in_fp8
     basic = getattr(engine, "basic_optimizer", None)
     optimizer = NO_OPTIMIZER if basic is None else type(basic).__name__
     graphs = f"after {EAGER_STEPS} micro-batches of a shape, compared with Python now and then"
@@ -177,7 +175,6 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "fused_mlps": len(fusion.mlps),
         "not_fused": fusion.left,
         **_attention(conversion.attention),
-        "attention_exchange": None if engine.sequence_parallel_size == 1 else exchange,
         "param_gather": fp8.param_gather.format if group else "bf16",
         "param_transport": group.transport.description if group else "by collectives",
         "fp8_gathered_parameters": gathered_count,
@@ -200,7 +197,7 @@ def start_report(engine: deepspeed.DeepSpeedEngine, state: FP8State, tokens: int
         "monitor": {**fp8.monitor.model_dump(), "every": state.monitor.every},
         "moved_to_bf16": state.health.layers_in_bf16,  # the list itself: training appends to it
     }
-    return report | {"notes": list(_notes(engine, state, report, linears, tokens))}
+    return report | {"notes": [*_notes(engine, state, report, linears, tokens), *state.notes]}
 
 
 def _notes(
@@ -238,7 +235,7 @@ def _notes(
             pattern = part["pattern"]
             yield f'fp8.linear.overrides "{pattern}" has no effect: other patterns, or the reasons above, apply first'
     yield from _in_folders(engine.module)
-    recipes = [state.conversion.recipe, *(override.recipe for override in state.conversion.overrides.values())]
+    recipes = [state.conversion.recipe, *state.plans.layers.overrides.values()]
     listed = [name for name in state.conversion.converted if in_expert_list(name)]
     if listed and any(recipe is not None and recipe.outlier_channels for recipe in recipes):
         yield f"experts in a list, not all of which every rank calls, have no outlier channels: {listed[0]} and others"
@@ -303,15 +300,15 @@ def _emulated_state(fp8: FP8Config) -> list[str]:
 
 
 def _overrides(state: FP8State) -> list[dict[str, Any]]:
-    casts = state.config.linear.overrides
+    casts, recipes = state.config.linear.overrides, state.plans.layers.overrides
     return [
         {
             "pattern": pattern,
             "casts": str(casts[pattern]),
-            "backend": "bf16" if override.recipe is None else override.recipe.backend,
-            "linears": len(override.linears),
+            "backend": "bf16" if recipes[pattern] is None else recipes[pattern].backend,
+            "linears": len(linears),
         }
-        for pattern, override in state.conversion.overrides.items()
+        for pattern, linears in state.conversion.overrides.items()
     ]
 
 
@@ -323,7 +320,6 @@ FUSED = {
     "fused_attention_halves": "attention halves of layers with experts",
     "fused_mlps": "MLPs",
 }
-OTHERS_FORWARD = "replaced on the instance"  # in the description of a loss whose forward another package replaced
 NO_OPTIMIZER = "none"
 Rows = Iterator[tuple[str, str]]
 
@@ -374,8 +370,6 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
     weights = f"weights {report['param_gather']}, {report['param_transport']}, {nbytes}"
     scale = ", one scale a tensor" if report["grad_scale"] == "tensor" else ""
     yield "wire", f"{weights}; gradients {report['grad_reduce']}, {report['grad_hierarchy']}{scale}"
-    if full and report["attention_exchange"] is not None:
-        yield "attention's exchange", report["attention_exchange"]
     if (frozen := report["frozen_weights_with_bf16"]) is not None:
         with_bf16, count = frozen
         copies = f"; of {with_bf16:,} BF16 shards, too" if with_bf16 else " alone"
@@ -385,7 +379,7 @@ def _rows(report: Mapping[str, Any], full: bool) -> Rows:
     step = "" if report["optimizer"] == NO_OPTIMIZER else f"{report['optimizer_step']}; "
     yield "optimizer step", f"{step}{_optimizer(report)}"
     yield "CUDA graphs", report["graphs"]
-    yield "loss", _loss(report)
+    yield "loss", report["loss"]
     if full:
         every, fallback = report["monitor"]["every"], report["monitor"]["fallback"]
         measured = f"measured every {every} steps; a layer that degrades {'runs in BF16' if fallback else 'is named'}"
@@ -434,15 +428,6 @@ def _optimizer(report: Mapping[str, Any]) -> str:
     kept = ", ".join(f"{name} {state[name]}" for name in parts_of_state)
     rounding = f", {' and '.join(parts)} rounded stochastically" if parts else ""
     return f"{name}, {kept}{rounding}, {report['moment_bytes_per_parameter']:.2f} bytes of moments a parameter"
-
-
-def _loss(report: Mapping[str, Any]) -> str:
-    if OTHERS_FORWARD not in report["loss"]:
-        return report["loss"]
-    return (
-        f"{report['loss']} (by TRL, say): whether logits are in memory is up to it (TRL's chunked loss has none), and "
-        "fp8.loss has no effect"
-    )
 
 
 def _by_reason(reasons: Mapping[str, str]) -> Rows:

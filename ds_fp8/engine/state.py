@@ -32,10 +32,9 @@ CHECKPOINT_KEY = "ds_fp8"  # in the client state of DeepSpeed's checkpoints
 class FP8State:
     """FP8 state of an engine (`engine.fp8`); parts that do not exist are None, most with FP8 disabled."""
 
-    def __init__(
-        self, engine: deepspeed.DeepSpeedEngine, config: FP8Config, monitor: CastMonitor, plans: Plans | None = None
-    ):
-        self.config, self.monitor, self.plans = config, monitor, plans  # plans: None where FP8 is disabled
+    def __init__(self, config: FP8Config, monitor: CastMonitor, preset_reason: str | None = None):
+        self.config, self.monitor = config, monitor
+        self.plans: Plans | None = None  # None where FP8 is disabled
         self.wire: WireMeter | None = None  # None without an "fp8" section, and below ZeRO stage 3
         self.hooks: Hooks | None = None  # called in place of DeepSpeed's methods; None where nothing is replaced
         self.conversion: Conversion | None = None
@@ -50,9 +49,10 @@ class FP8State:
         self.why_no_step: str | None = None
         self.graphs: GraphDriver | None = None  # of forward and backward; otherwise the reason is in why_no_graphs
         self.why_no_graphs: str | None = None
-        self.preset_reason: str | None = None  # of a preset that the configuration leaves open
+        self.preset_reason = preset_reason  # of a preset that the configuration leaves open
+        self.notes: list[str] = []  # of the conversion, for the start report
         self.report: dict[str, Any] = {}  # the start report, ready for JSON
-        self._engine = engine
+        self.engine: deepspeed.DeepSpeedEngine | None = None  # set by attach
         self._micro_batches_before = 0  # of the runs before a resume: DeepSpeed counts from 0 again
 
     def saturation(self) -> dict[str, float] | None:
@@ -71,7 +71,7 @@ class FP8State:
 
     @property
     def casts(self) -> bool:
-        return casts(self._engine.module)
+        return casts(self.engine.module)
 
     def stop_casting(self) -> None:
         """Compute in BF16 from now on, for an evaluation after the last step. On all ranks.
@@ -81,13 +81,13 @@ class FP8State:
         if self.graphs is not None:
             self.graphs.reset()
         if self.weights is not None:
-            partition_all(self._engine)  # first: unsharded weights are in FP8, and their readers would expect BF16
+            partition_all(self.engine)  # first: unsharded weights are in FP8, and their readers would expect BF16
             self.weights.end_fp8()
-        stop_casting(self._engine.module)
+        stop_casting(self.engine.module)
 
     def clock(self) -> int:
         """Return the number of calls of engine.step(), with those before a resume."""
-        return self._micro_batches_before + self._engine.micro_steps
+        return self._micro_batches_before + self.engine.micro_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, besides weights and optimizer state, for a resume bit for bit. Collective.
@@ -105,7 +105,7 @@ class FP8State:
             state["gradients"] = self.gradient_reduce.state_dict()
         if self.weights is not None:
             # Exports quantize these from their masters, the others from BF16.
-            parameters = self._engine.module.named_parameters()
+            parameters = self.engine.module.named_parameters()
             state["gathered_in_fp8"] = [name for name, weight in parameters if self.weights.in_fp8(weight)]
         return state
 
@@ -143,7 +143,7 @@ class FP8State:
         if self.graphs is not None:
             self.graphs.reset()
         # clock() adds the engine's count, which may not be 0: the sum is the saved number.
-        self._micro_batches_before = state.get("micro_batches", 0) - self._engine.micro_steps
+        self._micro_batches_before = state.get("micro_batches", 0) - self.engine.micro_steps
         # After the reset of the graphs: layers that move to BF16 change captured kernels.
         self.health.load_state_dict(state)
         if self.gradient_reduce is not None:

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -34,24 +33,8 @@ from ds_fp8.gemm import cublas
 
 ROWS = 16  # rows of a product must be a multiple of this, the padding of its scales
 
-
-class Product(NamedTuple):
-    """Shape of [rows, contraction] @ [columns, contraction]ᵀ, which selects the kernel."""
-
-    rows: int
-    columns: int
-    contraction: int
-    groups: int = 0  # matrices, one per group of rows; 0: not grouped
-
-    @property
-    def possible(self) -> bool:
-        return self.rows % ROWS == self.columns % BLOCK == self.contraction % BLOCK == 0
-
-    def __str__(self) -> str:
-        return " x ".join(map(str, self[:3])) + (f" of {self.groups} groups" if self.groups else "")
-
-
-_ready: set[Product] = set()  # shapes whose kernels this process has loaded
+# (rows, columns, contraction) of products whose kernels this process has loaded
+_ready: set[tuple[int, int, int]] = set()
 
 
 @functools.lru_cache(maxsize=1)
@@ -75,43 +58,26 @@ unsupported = cublas.unsupported
 
 
 def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> torch.Tensor:
-    product = Product(a.shape[0], b.shape[0], a.shape[1])
-    if (a.granularity, b.granularity, out_dtype) != ("1x128", "128x128", torch.bfloat16) or not product.possible:
+    shape = rows, columns, contraction = a.shape[0], b.shape[0], a.shape[1]
+    casts, fits = (a.granularity, b.granularity), rows % ROWS == columns % BLOCK == contraction % BLOCK == 0
+    if casts != ("1x128", "128x128") or out_dtype is not torch.bfloat16 or not fits:
         return cublas.scaled_matmul(a, b, out_dtype)
-    return _multiply("fp8_gemm_nt", product, a, (b.data.contiguous(), _packed(b.scale)))
-
-
-def multiplies_groups() -> bool:
     import deep_gemm
 
-    return hasattr(deep_gemm, "m_grouped_fp8_gemm_nt_contiguous")
-
-
-def grouped_matmul(a: QuantizedTensor, b: QuantizedTensor, of_tile: torch.Tensor, groups: int) -> torch.Tensor:
-    """Multiply the rows of each group of a [R, K] (1x128) by its matrix of b [groups * N, K] (128x128); BF16 result.
-
-    of_tile: int32 [R/128], the group of each 128 rows; -1: their result is undefined.
-    """
-    product = Product(a.shape[0], b.shape[0] // groups, a.shape[1], groups)
-    matrices = b.data.contiguous().view(groups, product.columns, product.contraction)
-    scales = b.scale.contiguous().view(groups, -1, product.contraction // BLOCK)
-    # DeepGEMM takes the group of every row.
-    of_row = of_tile[:, None].expand(-1, BLOCK).reshape(-1)
-    return _multiply("m_grouped_fp8_gemm_nt_contiguous", product, a, (matrices, scales), of_row)
-
-
-def _multiply(name: str, product: Product, a: QuantizedTensor, right: tuple, *of_row: torch.Tensor) -> torch.Tensor:
-    import deep_gemm
-
-    result = torch.empty(product.rows, product.columns, dtype=torch.bfloat16, device=a.data.device)
-    # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1)
-    arguments = (a.data.contiguous(), cublas.group_scale(a)), right, result, *of_row
+    result = torch.empty(rows, columns, dtype=torch.bfloat16, device=a.data.device)
+    # scales of a [M, K/128] with strides (1, M); of b [N/128, K/128] with strides (K/128, 1), also of a single row,
+    # which contiguous() does not ensure
+    packed = b.scale
+    if packed.stride() != (packed.shape[1], 1):
+        packed = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device).copy_(packed)
+    arguments = (a.data.contiguous(), cublas.group_scale(a)), (b.data.contiguous(), packed), result
     # Kernels are specialised for N and K. The number of rows only decides which tiles are the fastest, and so whether
     # other rows need another kernel.
-    launch = functools.partial(getattr(deep_gemm, name), *arguments, recipe=(1, BLOCK, BLOCK), compiled_dims="nk")
-    if product in _ready:
+    launch = functools.partial(deep_gemm.fp8_gemm_nt, *arguments, recipe=(1, BLOCK, BLOCK), compiled_dims="nk")
+    if shape in _ready:
         launch()
         return result
+    words = " x ".join(map(str, shape))
     with _compile_lock():
         begin = time.monotonic()
         try:
@@ -119,22 +85,15 @@ def _multiply(name: str, product: Product, a: QuantizedTensor, right: tuple, *of
         # Its assertions are RuntimeErrors, those of its Python parts AssertionErrors.
         except (RuntimeError, AssertionError) as error:
             raise UserError(
-                f"DeepGEMM cannot multiply {product}: {str(error).strip() or type(error).__name__}",
+                f"DeepGEMM cannot multiply {words}: {str(error).strip() or type(error).__name__}",
                 key="fp8.linear.backend",
                 remedy='"backend": "cublas"',
             ) from error
         seconds = time.monotonic() - begin
     if seconds > 1:
-        logger.info("DeepGEMM: kernel of %s compiled in %.0f s, once for GPU and version", product, seconds)
-    _ready.add(product)
+        logger.info("DeepGEMM: kernel of %s compiled in %.0f s, once for GPU and version", words, seconds)
+    _ready.add(shape)
     return result
-
-
-def _packed(scale: torch.Tensor) -> torch.Tensor:
-    """Return `scale` [rows, columns] with strides (columns, 1), which contiguous() does not ensure for one row."""
-    if scale.stride() == (scale.shape[1], 1):
-        return scale
-    return torch.empty(scale.shape, dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,7 @@
 The rows of a group are adjacent and begin at a multiple of 128 (RowGroups), with zeros up to the next group. Scale
 groups along the rows therefore never straddle two groups of rows.
 
-Computed by Triton (grouped_triton.py) or, for grouped_matmul, DeepGEMM on a GPU, by plain torch on a CPU and with the
-backend "reference".
+Computed by Triton (grouped_triton.py) on a GPU, by plain torch on a CPU and with the backend "reference".
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import BLOCK, CastSpec
-from ds_fp8.gemm import deep_gemm, reference
+from ds_fp8.gemm import reference
 
 
 class RowGroups(NamedTuple):
@@ -50,15 +49,13 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """Multiply the rows of each group of a [R, K] (1x128) by its matrix of b [G * N, K] (128x128): [R, N].
 
-    Rows of no group are zeros, in a and in the result. Backends other than "reference" and "deep_gemm" mean the Triton
-    kernel. Operands must be supported, N and K multiples of 128.
+    Rows of no group are zeros, in a and in the result. Backends other than "reference" mean the Triton kernel. Operands
+    must be supported, N and K multiples of 128.
     """
     number = len(groups.counts)
     if backend != "reference" and a.data.device.type == "cuda":
-        from ds_fp8.gemm.grouped_triton import multiply_tiles, zero_unused_tiles
+        from ds_fp8.gemm.grouped_triton import multiply_tiles
 
-        if backend == "deep_gemm" and out_dtype is torch.bfloat16 and deep_gemm.multiplies_groups():
-            return zero_unused_tiles(deep_gemm.grouped_matmul(a, b, groups.of_tile, number), groups.of_tile)
         return multiply_tiles(a, b, groups, out_dtype)
     # Group by group: syncs the host on a GPU.
     side = b.shape[0] // number

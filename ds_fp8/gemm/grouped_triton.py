@@ -97,16 +97,6 @@ def _multiply_along_rows(
     tl.store(address, accumulator.to(result.dtype.element_ty))
 
 
-@triton.jit
-def _zero_unused_tiles(result, of_tile, N: tl.constexpr):
-    if tl.load(of_tile + tl.program_id(1)) >= 0:
-        return
-    m = tl.program_id(1) * 128 + tl.arange(0, 128)
-    n = tl.program_id(0) * 128 + tl.arange(0, 128)
-    zeros = tl.zeros([128, 128], dtype=result.dtype.element_ty)
-    tl.store(result + m[:, None].to(tl.int64) * N + n[None, :], zeros)
-
-
 def multiply_tiles(
     a: QuantizedTensor, b: QuantizedTensor, groups: RowGroups, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
@@ -137,12 +127,6 @@ def multiply_along_rows(
         dy_scale.stride(1), along, across, N=features, K=inputs, BLOCKS=blocks, num_warps=WARPS, num_stages=STAGES,
         maxnreg=REGISTERS,
     )  # fmt: skip
-    return result
-
-
-def zero_unused_tiles(result: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
-    columns = result.shape[1]
-    _zero_unused_tiles[columns // BLOCK, len(of_tile)](result, of_tile, N=columns, num_warps=4)
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_fp8.casts import QuantizedTensor
-from ds_fp8.config.formats import FORMATS, has_power_of_two_scales
+from ds_fp8.config.formats import FORMATS, SCALE_TYPES
 
 
 def unavailable() -> str | None:
@@ -23,7 +23,7 @@ def scaled_matmul(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
     BF16, several times faster than FP32.
     """
     exact_in_bf16 = out_dtype is torch.bfloat16 and all(
-        has_power_of_two_scales(q.scale_type) and FORMATS[q.format].exact_in_bf16 for q in (a, b)
+        SCALE_TYPES[q.scale_type].powers_of_two and FORMATS[q.format].exact_in_bf16 for q in (a, b)
     )
     operand = torch.bfloat16 if exact_in_bf16 else torch.float32
     return (a.dequantize(operand) @ b.dequantize(operand).t()).to(out_dtype)

@@ -6,7 +6,7 @@ selection.py, experts/selection.py and decoder/structure.py decide which layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -24,7 +24,7 @@ from ds_fp8.layers.decoder.attention import use_fastest_kernels, use_own_kernels
 from ds_fp8.layers.decoder.decoder import Fused, FusedAttentionHalf, Fusion, fuse_decoder, unfuse
 from ds_fp8.layers.experts.experts import ExpertsConversion, FP8Experts, convert_experts, restore_experts
 from ds_fp8.layers.experts.routing import count_without_sync
-from ds_fp8.layers.experts.selection import backend_of_experts, experts_left, multiplies_experts, names_of_experts
+from ds_fp8.layers.experts.selection import experts_left, multiplies_experts, names_of_experts
 from ds_fp8.layers.head.loss import FusedHead, fuse_loss, withholds_logits
 from ds_fp8.layers.linear.linear import LAYERS, FP8Linear
 from ds_fp8.layers.linear.recipe import LinearRecipe
@@ -52,14 +52,6 @@ class LayersPlan:
 
 
 @dataclass(frozen=True)
-class Override:
-    """The effect of one pattern of fp8.linear.overrides."""
-
-    recipe: LinearRecipe | None  # None: BF16
-    linears: list[str] = field(default_factory=list)  # names of the layers that use this override
-
-
-@dataclass(frozen=True)
 class Conversion:
     """Result of `convert`: names of the linears in FP8, and of the others with the reason (`left`)."""
 
@@ -67,7 +59,7 @@ class Conversion:
     converted: list[str]
     left: dict[str, str]
     unmatched: list[str]  # the user's skip patterns that match no linear
-    overrides: dict[str, Override]  # by pattern, the first match counts
+    overrides: dict[str, list[str]]  # names of the layers by pattern of fp8.linear.overrides; the first match counts
     experts: ExpertsConversion
     attention: AttentionFormat | None  # None: BF16
     fusion: Fusion
@@ -90,15 +82,10 @@ def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) ->
     named = [*layers, *experts]
     # Before anything changes: a model that is refused stays what an earlier conversion made of it.
     _check_patterns(plan.overrides, named)
-    overrides = {pattern: Override(own) for pattern, own in plan.overrides.items()}
-    override_of = {name: overrides[pattern] for name, pattern in first_matches(named, overrides).items()}
+    pattern_of, overrides = first_matches(named, plan.overrides), {pattern: [] for pattern in plan.overrides}
 
     def recipe_of(name: str) -> LinearRecipe:
-        return override_of[name].recipe if name in override_of else recipe
-
-    def recipe_of_experts(name: str) -> LinearRecipe:
-        own = recipe_of(name)
-        return replace(own, backend=backend_of_experts(plan.expert_products, own.backend))
+        return plan.overrides[pattern_of[name]] if name in pattern_of else recipe
 
     restore(model)
     restore_attention(model)
@@ -111,13 +98,13 @@ def convert(model: nn.Module, plan: LayersPlan, filter: Filter | None = None) ->
             own = replace(own, outlier_channels=0)
         LAYERS.get(type(own), FP8Linear).swap_in(layers[name], name, own, model)
     multiply = multiplies_experts(plan.expert_products, recipe.backend)
-    converted_experts = convert_experts(model, experts_left(model, group), recipe_of_experts, multiply)
+    converted_experts = convert_experts(model, experts_left(model, group), recipe_of, multiply)
     if experts:
         count_without_sync(model)
     reasons = left | converted_experts.left
-    for name, override in override_of.items():
+    for name, pattern in pattern_of.items():
         if reasons.get(name, OVERRIDDEN).startswith(OVERRIDDEN):
-            override.linears.append(name)
+            overrides[pattern].append(name)
     if not (converted or converted_experts.converted or any(why.startswith(OVERRIDDEN) for why in left.values())):
         raise _nothing_converted(left)
     attention, fusion = None, Fusion()
@@ -167,18 +154,16 @@ def _check_tiles(model: nn.Module, fusion: Fusion) -> None:
 def _check_patterns(overrides: Iterable[str], layers: Iterable[str]) -> None:
     for pattern in overrides:
         if not any(matches(name, pattern) for name in layers):
+            parts = [name.split(".") for name in layers]
+            usual = {
+                ".".join([*each[:end], "*"]) for each in parts for end in range(1, len(each))
+            }  # "model.layers.0.*"
+            usual |= {f"*.{each[-1]}" for each in parts}
             raise UserError(
                 f'fp8.linear.overrides "{pattern}" matches no linear layer of this model',
                 key=f'fp8.linear.overrides["{pattern}"]',
-                remedy=nearest(pattern, {*_patterns(layers), *layers}),
+                remedy=nearest(pattern, {*usual, *layers}),
             )
-
-
-def _patterns(names: Iterable[str]) -> set[str]:
-    """Return the usual patterns of these names: "*.q_proj", "model.layers.0.*" and the like."""
-    parts = [name.split(".") for name in names]
-    inside = {".".join([*each[:end], "*"]) for each in parts for end in range(1, len(each))}
-    return inside | {f"*.{each[-1]}" for each in parts}
 
 
 def layer_of(model: nn.Module, product: str) -> str:

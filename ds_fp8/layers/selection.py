@@ -85,7 +85,10 @@ def unconverted(model: nn.Module, plan: GroupPlan, filter: Filter | None = None)
     reasons = {}
     for name, layer in layers.items():
         parent = parents[name.rpartition(".")[0]]
-        reason = by_user.get(name) or _filtered(name, layer, filter) or _of_another_kind(layer)
+        reason = by_user.get(name)
+        if reason is None and filter is not None:
+            setattr(layer, EXCLUDED, not filter(name, layer))
+        reason = reason or ("excluded by the filter" if is_excluded(layer) else _of_another_kind(layer))
         others = users[id(getattr(layer, "weight", None))] - {name}
         if reason is None and others:
             reason = f"shares its weight with {', '.join(sorted(others))}"
@@ -107,12 +110,6 @@ def named_by_user(names: Iterable[str], plan: GroupPlan, head: str | None = None
         elif name in overrides and plan.overrides[overrides[name]] is None:
             reasons[name] = f'{OVERRIDDEN} "{overrides[name]}"'
     return reasons
-
-
-def _filtered(name: str, layer: nn.Module, filter: Filter | None) -> str | None:
-    if filter is not None:
-        setattr(layer, EXCLUDED, not filter(name, layer))
-    return "excluded by the filter" if is_excluded(layer) else None
 
 
 def is_excluded(layer: nn.Module) -> bool:

@@ -112,7 +112,7 @@ class CastMonitor:
             measurement = {tensor_class: {} for tensor_class in TENSOR_CLASSES}
             for (name, tensor_class), column in self._columns.items():
                 if figures[column][0]:
-                    measurement[tensor_class][name] = _figures(*figures[column])
+                    measurement[tensor_class][name] = _figures(figures[column])
             count, saturated, flushed = (math.fsum(column[i] for column in figures) for i in range(3))
             self.last = {"saturated": saturated / max(count, 1), "underflow": flushed / max(count, 1)}
             self._buffer = _empty(len(self._columns), self._buffer.device)
@@ -195,16 +195,8 @@ def _parts(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return buffer[: len(SUMS)], buffer[len(SUMS) :]
 
 
-def _figures(
-    elements: float,
-    saturated: float,
-    flushed: float,
-    signal: float,
-    noise: float,
-    amax: float,
-    scale_max: float,
-    negative_scale_min: float,
-) -> CastFigures:
+def _figures(column: list[float]) -> CastFigures:
+    elements, saturated, flushed, signal, noise, amax, scale_max, negative_scale_min = column  # SUMS, PEAKS
     ratio = signal / noise if noise else math.inf
     known = math.isfinite(ratio) and ratio > 0
     return CastFigures(

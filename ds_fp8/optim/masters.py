@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ds_fp8.casts.primitives import dequantize_unscaled, per_element, quantize_with_scale
-from ds_fp8.config.formats import FORMATS, CastSpec, has_power_of_two_scales
+from ds_fp8.config.formats import FORMATS, SCALE_TYPES, CastSpec
 from ds_fp8.optim.moments import CHUNK
 
 FORMAT = "e4m3"
@@ -43,7 +43,7 @@ def why_no_correction(spec: CastSpec) -> str | None:
 
 def stored_amax(amax: torch.Tensor, scale_type: str) -> torch.Tensor:
     """Return the amax of masters as stored, from that of the FP32 masters."""
-    if has_power_of_two_scales(scale_type):
+    if SCALE_TYPES[scale_type].powers_of_two:
         # 20 significant bits, the precision of masters around values where the scale changes.
         return _rounded(amax, 4)
     # A scale of 21 bits times 448 = 7 * 64 is exact, and divided by 448 the scale again.

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class TableCodec:
-    """Codec (config/formats.py) of a format by the list of its numbers."""
+    """Codec (Format.codec in config/formats.py) of a format by the list of its numbers."""
 
     # Numbers from 0 upwards. The code of magnitudes[i] is i, that of its negative i + 2^(bits - 1).
     magnitudes: tuple[float, ...]

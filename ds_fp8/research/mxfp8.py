@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from ds_fp8.casts import QuantizedTensor, quantize, transpose
 from ds_fp8.config.errors import first_line
-from ds_fp8.config.formats import BLOCK, has_power_of_two_scales
+from ds_fp8.config.formats import BLOCK, SCALE_TYPES
 from ds_fp8.gemm import reference
 
 GROUP = 32  # elements along the contraction that share an E8M0 scale
@@ -88,7 +88,7 @@ def unsupported(a_format: str, a_granularity: str, b_format: str, b_granularity:
 
 
 def unsupported_scale(scale: str, granularity: str) -> str | None:
-    if has_power_of_two_scales(scale):
+    if SCALE_TYPES[scale].powers_of_two:
         return None
     return f'MXFP8 needs scales that are powers of two, unlike those of type "{scale}" (set "scale": "pow2")'
 

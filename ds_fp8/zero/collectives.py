@@ -29,7 +29,7 @@ from deepspeed import comm as dist
 from torch.distributed import distributed_c10d
 
 from ds_fp8.config.errors import first_line
-from ds_fp8.layers.attention import sharded as exchanges
+from ds_fp8.layers.attention import sequence_parallel as exchanges
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.parameters import is_gathered
 from ds_fp8.zero.hosts import identity

@@ -16,7 +16,6 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.gemm import deep_gemm, reference, scaled_matmul, unavailable, why_not_multiplied
 from tests.gemm.deep_gemm_on_cpu import forget, operands
-from tests.gemm.groups import row_groups
 
 
 @pytest.fixture
@@ -39,17 +38,6 @@ def test_products_are_those_of_the_reference_and_a_kernel_is_compiled_once(deep_
         assert [line for line in lines() if "compiled in 1 s" in line] == lines()
         assert len(lines()) == len(deep_gemm_library.compiled) == 1
         forget()  # as another process, which loads it from the disk
-
-
-def test_products_of_groups(deep_gemm_library):
-    rows = row_groups([100, 130])
-    a, b = operands(len(rows.of_tile) * 128, 2 * 256, 256)
-    result = deep_gemm.grouped_matmul(a, b, rows.of_tile, 2)
-    matrices = b.dequantize().view(2, 256, 256)
-    for tile, group in enumerate(rows.of_tile.tolist()):
-        if group >= 0:
-            span = slice(128 * tile, 128 * tile + 128)
-            assert torch.allclose(result[span].float(), a.dequantize()[span] @ matrices[group].t(), rtol=1e-2, atol=0.1)
 
 
 def test_a_kernel_that_the_compiler_refuses_is_an_error_in_words(deep_gemm_library, monkeypatch):

@@ -111,15 +111,6 @@ def test_kernels_read_scales_in_any_layout():
         assert torch.equal(y, expected)
 
 
-@interpreted
-def test_rows_of_no_group_become_zeros():
-    groups = row_groups((5, 0, 200), unused=2)
-    result = torch.ones(len(groups.of_tile) * 128, 256)
-    kernels.zero_unused_tiles(result, groups.of_tile)
-    assert result[:-256].eq(1).all()
-    assert not result[-256:].any()
-
-
 def test_casts_that_no_kernel_multiplies_are_named():
     e4m3, blocks = CastSpec("e4m3", "1x128"), CastSpec("e4m3", "128x128")
     assert grouped.unsupported(e4m3, blocks) is None

@@ -1,6 +1,7 @@
 """Attention in FP8 on a GPU: cuDNN's kernels against the reference that rounds where they do, and in whole models."""
 
 import copy
+import functools
 import subprocess
 import sys
 import warnings
@@ -13,14 +14,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import cudnn as fp8_attention_cudnn
-from ds_fp8.layers.attention.fp8_attention import (
-    add_mean_of_values,
-    dequantize_exactly,
-    dequantize_heads,
-    fp8_attention,
-    fp8_attention_reference,
-    rotate_back,
-)
+from ds_fp8.layers.attention.fp8_attention import SEED, dequantize_heads, fp8_attention
+from ds_fp8.layers.attention.hadamard import Rotation, unrotate
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
@@ -28,6 +23,7 @@ from tests.layers.hugging_face import causal_lm
 UNAVAILABLE = fp8_attention_cudnn.unavailable()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))]
 
+fp8_attention_reference = functools.partial(fp8_attention, reference=True)
 NAMES = ("output", "dq", "dk", "dv")
 # Relative errors of output, dq, dk and dv against FP32: one and a half times the reference's
 FP8_ERROR = (0.08, 0.16, 0.16, 0.13)
@@ -223,7 +219,9 @@ def test_codes_become_numbers_in_one_pass_to_the_bit(heads, kv_heads, rows, leng
     codes = torch.randn(rows, length, heads, 128, device="cuda").to(torch.float8_e5m2)
     mean = torch.randn(rows, kv_heads, 1, 128, device="cuda").bfloat16()
     scale = torch.tensor(2.0**-7, device="cuda")
-    exact = dequantize_exactly(codes, scale, torch.bfloat16)
+    exact = dequantize_heads(codes.cpu(), scale.cpu(), torch.bfloat16).cuda()
     assert torch.equal(dequantize_heads(codes, scale, torch.bfloat16), exact)
-    assert torch.equal(dequantize_heads(codes, scale, torch.bfloat16, rotated=True), rotate_back(exact))
-    assert torch.equal(dequantize_heads(codes, scale, torch.bfloat16, mean), add_mean_of_values(exact, mean))
+    rotated = dequantize_heads(codes, scale, torch.bfloat16, rotated=True)
+    assert torch.equal(rotated, unrotate(exact.flatten(0, 2), Rotation(128, SEED)).view(exact.shape))
+    with_mean = dequantize_heads(codes.cpu(), scale.cpu(), torch.bfloat16, mean.cpu()).cuda()
+    assert torch.equal(dequantize_heads(codes, scale, torch.bfloat16, mean), with_mean)

@@ -1,9 +1,7 @@
-"""Attention in FP8 on two GPUs that share sequences, beside one GPU, and beside casts after the exchange."""
+"""Attention in FP8 on two GPUs that share sequences, compared with one GPU."""
 
-import contextlib
 import functools
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from ds_fp8.train import packed_attention
 from tests.engine.test_graphs_with_shared_rows import ONE, TWO, trained
 from tests.engine.test_sequence_parallel import losses
 from tests.layers.hugging_face import causal_lm
-from tests.layers.test_fp8_attention_shared import bytes_sent, in_bf16
 from tests.layers.test_sequence_parallel import shared
 from tests.numerics import error
 from tests.ranks import RankPool
@@ -133,64 +130,6 @@ def test_attention_of_two_gpus_is_that_of_one(gpu_ranks, heads, kv_heads, counts
             assert to_one[name] < 0.01, name
         for name in NAMES:
             assert to_fp32[name] < 1.1 * of_one[name], name
-
-
-def operands_of_kernels(heads, kv_heads, rows, length, codes):
-    """Tensors that cuDNN's kernels get, output and gradients of this rank's tokens, all on the CPU; FP8 bytes sent."""
-    packed_attention.register()
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": FEATURES}
-    model = causal_lm("qwen3", **sizes, attn_implementation="packed").to(DEVICE)
-    generator = torch.Generator().manual_seed(length)
-    qkv = torch.randn(rows, length, heads + 2 * kv_heads, FEATURES, generator=generator)
-    gradient = torch.randn(rows, length, heads, FEATURES, generator=generator) * 1e-4
-    for x in (qkv, gradient):
-        x *= 2.0 ** torch.randint(-6, 6, (rows, length, x.shape[2], 1), generator=generator)
-    inputs = [x.transpose(1, 2) for x in qkv.bfloat16().to(DEVICE).split((heads, kv_heads, kv_heads), 2)]
-    positions = mine(torch.arange(length).expand(rows, -1), 1).contiguous().to(DEVICE)
-    given = []
-
-    def noting(kernel):
-        def call(*arguments):
-            for argument in arguments:
-                for x in argument if isinstance(argument, tuple) else (argument,):
-                    given.extend((x.data.view(torch.uint8), x.scale) if hasattr(x, "scale") else (x,))
-            return kernel(*arguments)
-
-        return call
-
-    with shared(model, rows), contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.nullcontext() if codes else in_bf16())
-        for name in ("forward", "backward"):
-            stack.enter_context(
-                mock.patch.object(fp8_attention_cudnn, name, noting(getattr(fp8_attention_cudnn, name)))
-            )
-        sent = stack.enter_context(bytes_sent())
-        convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, "attention": {"format": "e4m3"}}}))
-        attention = functools.partial(ALL_ATTENTION_FUNCTIONS["fp8_packed"], model.model.layers[0].self_attn)
-        found = step(
-            lambda q, k, v: attention(q, k, v, None, position_ids=positions)[0],
-            [mine(x, 2) for x in inputs],
-            mine(gradient.bfloat16().to(DEVICE), 1),
-        )
-    tensors = [x.cpu() for x in given if torch.is_tensor(x)]
-    return tensors, [x.cpu() for x in found], sent["all_to_all_single", torch.uint8]
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "rows", "length"), [(4, 2, 1, 4096), (8, 8, 2, 1024), (4, 1, 1, 2048), (14, 2, 2, 2048)]
-)
-def test_kernels_get_the_bits_of_casts_after_the_exchange(gpu_ranks, heads, kv_heads, rows, length):
-    """Codes and scales of operands and gradients, and with them the output. cuDNN sums gradients in any order."""
-    in_codes, before = (
-        gpu_ranks(RANKS, operands_of_kernels, heads, kv_heads, rows, length, codes) for codes in (True, False)
-    )
-    for (ours, found, sent), (theirs, expected, none) in zip(in_codes, before, strict=True):
-        assert len(ours) == len(theirs) > 20
-        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert torch.equal(one, other), index
-        for name, one, other in zip(NAMES, found, expected, strict=True):
-            assert error(one, other) <= (0 if name == "output" else 0.01), name
-        assert sent > 0 == none
 
 
 def second_layer_without_waiting(length):

@@ -187,20 +187,17 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize("dtypes", [(FP32, BF16), (BF16, BF16), (FP32, FP32)], ids=str)
-def test_the_kernel_scales_and_rounds_once(dtypes):
+def test_gradients_are_scaled_and_rounded_once(dtypes):
     """3 + 2^-7 is half-way between two BF16 numbers, and what the factor adds decides."""
-    kernels = pytest.importorskip("ds_fp8.layers.head.softmax_gradient_triton", reason="Triton is not installed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(97, 131, generator=torch.Generator().manual_seed(0)).to(device, dtypes[0])
     x[0, :2] = torch.tensor([math.inf, 1])
     factor = torch.tensor(3 + 2**-7 + 2**-18, device=device)
-    ours, expected = kernels.scaled(x.t(), factor, dtypes[1]), scaled(x.cpu().t(), factor.cpu(), dtypes[1])
+    ours, expected = scaled(x.t(), factor, dtypes[1]), (x.cpu().t().double() * factor.cpu().double()).float()
     assert ours.dtype is dtypes[1]
-    assert ours[0, 0] == expected[0, 0] == math.inf
-    assert expected[1, 0] > 3 + 2**-7
-    assert error(ours[1:], expected[1:]) < TOLERANCE[dtypes[1]]
-    if device == "cuda":  # Triton's interpreter cuts bits off
-        assert torch.equal(ours.cpu(), expected)
+    assert ours[0, 0] == math.inf
+    assert ours[1, 0] > 3 + 2**-7
+    assert torch.equal(ours.cpu(), expected.to(dtypes[1]))
 
 
 def test_the_kernel_shows_a_nan_and_hides_it_behind_an_ignored_target():

@@ -52,7 +52,7 @@ def test_a_noted_number_is_not_read_again_until_somebody_writes():
     positions = torch.zeros(2, 6, dtype=torch.int64, device="meta")
     with pytest.raises(RuntimeError):
         documents.count(positions)
-    documents.note(positions, 3)
+    documents.cache(positions, documents._COUNT, 3)
     assert documents.count(positions) == 3
     positions.add_(1)
     with pytest.raises(RuntimeError):

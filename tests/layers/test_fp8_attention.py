@@ -1,6 +1,7 @@
 """Attention in FP8: the reference, its scales, which modules and calls of a model get it, and what is refused."""
 
 import copy
+import functools
 import itertools
 import warnings
 
@@ -17,21 +18,18 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention import format as attention_format
 from ds_fp8.layers.attention.cudnn import FORWARD, HEADS_A_CALL, P_SCALE, GradientScales, factors, kv_heads_of_a_call
 from ds_fp8.layers.attention.fp8_attention import (
-    SEED,
     SMALLEST_BOUND,
     Reference,
-    dequantize_heads,
     fp8_attention,
-    fp8_attention_reference,
     gradient_scales,
     quantize_heads,
 )
-from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.moe import mixture
 
+fp8_attention_reference = functools.partial(fp8_attention, reference=True)
 FP8_ERROR = {"output": 0.06, "dq": 0.13, "dk": 0.13, "dv": 0.1}
 emulated = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there are kernels, for heads of 128 alone")
 
@@ -138,7 +136,7 @@ def test_bounds_hold_and_are_not_far(size, outlier):
 def test_probabilities_are_cast_in_units_of_their_largest():
     q8, k8, v8 = (quantize_heads(x.transpose(1, 2), FORWARD) for x in operands(1, 1, 1, 8, 64)[0])
     assert P_SCALE == 448
-    o, log_sums = Reference().forward(q8, k8, v8, 0.0)
+    o, log_sums = Reference.forward(q8, k8, v8, 0.0)
     assert torch.allclose(log_sums, torch.arange(1.0, 9).log())
     mean = v8.dequantize().cumsum(1) / torch.arange(1, 9).view(1, -1, 1, 1)
     assert torch.allclose(o.float() * v8.scale, mean, rtol=2.0**-4, atol=1e-3)
@@ -342,22 +340,3 @@ def test_backward_is_called_for_equal_parts_of_few_heads(heads, kv_heads, expect
     assert kv_heads_of_a_call(heads, kv_heads) == expected
     assert kv_heads % expected == 0
     assert expected == 1 or expected * heads // kv_heads <= HEADS_A_CALL
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled kernel")
-@pytest.mark.parametrize("features", [64, 128])
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "length"), [(1, 2, 2, 128), (2, 6, 2, 37), (3, 4, 1, 130)])
-def test_codes_become_numbers_in_one_pass(rows, heads, kv_heads, length, features):
-    dequantize_tiles = pytest.importorskip("ds_fp8.layers.attention.dequantize_triton").dequantize_tiles
-    generator = torch.Generator().manual_seed(0)
-    # Whole numbers, sums of which are exact in whatever order. Rounded by torch: Triton's interpreter cuts bits off.
-    numbers = torch.randint(-8, 9, (rows, length, heads, features), generator=generator).float()
-    mean = torch.randn(rows, kv_heads, 1, features, generator=generator).bfloat16()
-    scale = torch.tensor(0.125)
-    codes = numbers.to(torch.float8_e4m3fn)
-    found = dequantize_tiles(codes, scale, torch.float32, mean=mean).bfloat16()
-    assert torch.equal(found, dequantize_heads(codes, scale, torch.bfloat16, mean))
-    codes = numbers.transpose(1, 2).contiguous().transpose(1, 2).to(torch.float8_e5m2)  # as the reference has them
-    for rotation in (Rotation(features, SEED), None):
-        found = dequantize_tiles(codes, scale, torch.float32, rotation=rotation).bfloat16()
-        assert torch.equal(found, dequantize_heads(codes, scale, torch.bfloat16, rotated=rotation is not None))

@@ -47,7 +47,7 @@ def test_an_override_changes_what_it_names_and_the_first_match_decides():
     assert str(second.mlp.down_proj.recipe.weight) == "e4m3 row pow2"
     assert str(first.mlp.down_proj.recipe.weight) == "e4m3 tensor pow2"
     assert second.mlp.gate_proj.recipe == conversion.recipe
-    assert {name: len(override.linears) for name, override in conversion.overrides.items()} == {
+    assert {name: len(linears) for name, linears in conversion.overrides.items()} == {
         "model.layers.1.mlp.down_proj": 1,
         "*.down_proj": 1,
         "layers.0": 6,
@@ -81,7 +81,7 @@ def test_mistakes_name_file_key_and_remedy(overrides, key, remedy):
 def test_patterns_mean_the_layers_that_peft_has_wrapped():
     model = get_peft_model(causal_lm("llama"), LoraConfig(target_modules=["down_proj"]))
     conversion = convert(model, parsed({"model.layers.0.*.down_proj": {"input": TENSOR}, "*.up_proj": "bf16"}))
-    assert [len(override.linears) for override in conversion.overrides.values()] == [1, 2]
+    assert [len(linears) for linears in conversion.overrides.values()] == [1, 2]
 
 
 def test_a_fused_mlp_casts_down_proj_in_its_own_way():

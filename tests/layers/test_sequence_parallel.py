@@ -14,9 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import documents, sequence_parallel
-from ds_fp8.layers.attention import format as attention_format
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
-from ds_fp8.layers.attention.sharded import sharded_fp8_attention
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm, tokens
 
@@ -92,8 +90,7 @@ def attention_of_slices(heads, kv_heads, implementation, packed, long, format="e
     """Output and gradients of this rank's tokens."""
     model = model_of(heads, kv_heads, implementation)
     inputs, gradient = operands(heads, kv_heads)
-    of_codes = mock.patch.object(attention_format, "sharded_fp8_attention", wraps=sharded_fp8_attention)
-    with mock.patch.object(documents, "LONG", long), shared(model), of_codes as codes, warnings.catch_warnings():
+    with mock.patch.object(documents, "LONG", long), shared(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = in_fp8(model, format)
         assert len(found.layers) == 2
@@ -106,7 +103,6 @@ def attention_of_slices(heads, kv_heads, implementation, packed, long, format="e
             mine(gradient, 1),
         )
         assert module.num_key_value_groups == heads // kv_heads
-        assert codes.called == (not packed and (format == "e4m3" or long <= LENGTH))  # codes travel, not BF16
         return whole
 
 

@@ -114,7 +114,7 @@ def test_fused_layers_go_without_and_say_so():
     assert set(conversion.fusion.left.values()) == {
         "linears with fp8.linear.rotation, recast or smooth_swiglu are computed one by one"
     }
-    assert conversion.overrides["*.down_proj"].recipe.rotations
+    assert model.get_submodule(conversion.overrides["*.down_proj"][0]).recipe.rotations
     assert not hasattr(conversion.recipe, "rotations")
     overrides = {"*.o_proj": {"rotation": HALO2}}
     conversion = convert(model, parse_fp8({"fp8": {"linear": {"overrides": overrides}}}))

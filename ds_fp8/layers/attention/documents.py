@@ -22,7 +22,7 @@ a row by itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -33,10 +33,10 @@ from torch import nn
 # at 16384 tokens, with 28 heads and with 12; 1.1 and 2.5 at 8192 (docs/log/attention.md).
 LONG = 16384
 
+ENDS = "ds_fp8_document_ends"  # keys of `cache`: attributes of a tensor
 _COUNT = "ds_fp8_documents"
 _RUN = "ds_fp8_first_of_run"
 _FULL = "ds_fp8_full"
-_ENDS = "ds_fp8_document_ends"
 _fixed: int | None = None
 
 
@@ -48,12 +48,12 @@ class QKV(NamedTuple):
     v: torch.Tensor
 
 
-def _noted(tensor: torch.Tensor | None, key: str) -> Any:
+def cached(tensor: torch.Tensor | None, key: str) -> Any:
     value, version = getattr(tensor, key, (None, None))
     return value if value is not None and version == tensor._version else None
 
 
-def _note(tensor: torch.Tensor | None, key: str, value: Any) -> None:
+def cache(tensor: torch.Tensor | None, key: str, value: Any) -> None:
     # Inference tensors have no version: a later write would go unnoticed.
     if tensor is not None and not tensor.is_inference():
         setattr(tensor, key, (value, tensor._version))
@@ -64,7 +64,7 @@ def count(positions: torch.Tensor) -> int:
 
     0 if the positions of a row do not count from 0 in every document.
     """
-    if (known := _noted(positions, _COUNT)) is not None:
+    if (known := cached(positions, _COUNT)) is not None:
         return known
     begins = positions == 0
     counts_on = positions[..., 1:] == positions[..., :-1] + 1
@@ -72,13 +72,9 @@ def count(positions: torch.Tensor) -> int:
     return int(torch.where(valid, begins.sum(), 0))  # one copy to the host
 
 
-def note(positions: torch.Tensor, documents: int) -> None:
-    _note(positions, _COUNT, documents)
-
-
 def first_of_run(positions: torch.Tensor) -> int | None:
     """Return the position from which all rows count on without a break, or None; a host sync as in `count`."""
-    result = _noted(positions, _RUN)
+    result = cached(positions, _RUN)
     if result is None:
         first = positions.flatten()[0]
         numbers = torch.arange(positions.shape[-1], device=positions.device)
@@ -88,14 +84,14 @@ def first_of_run(positions: torch.Tensor) -> int | None:
 
 def note_as(here: torch.Tensor, there: torch.Tensor) -> None:
     """Cache on positions on a device the results of `count` and `first_of_run` for their copy on the host."""
-    note(there, count(here))
+    cache(there, _COUNT, count(here))
     first = first_of_run(here)
-    _note(there, _RUN, -1 if first is None else first)
+    cache(there, _RUN, -1 if first is None else first)
 
 
 def is_full(mask: torch.Tensor) -> bool:
     """Return whether a padding mask [rows, tokens] is all ones; one host sync a tensor."""
-    ones = _noted(mask, _FULL)
+    ones = cached(mask, _FULL)
     if ones is None:
         ones = bool(mask.all())
         mark_full(mask, ones)
@@ -103,7 +99,7 @@ def is_full(mask: torch.Tensor) -> bool:
 
 
 def mark_full(mask: torch.Tensor, ones: bool) -> None:
-    _note(mask, _FULL, ones)
+    cache(mask, _FULL, ones)
 
 
 def ends(begins: torch.Tensor, most: int) -> torch.Tensor:
@@ -132,20 +128,12 @@ def ends_of(positions: torch.Tensor) -> torch.Tensor | None:
     return torch.nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
 
 
-def note_ends(tensor: torch.Tensor | None, value: object) -> None:
-    _note(tensor, _ENDS, value)
-
-
-def noted_ends(tensor: torch.Tensor | None) -> object | None:
-    return _noted(tensor, _ENDS)
-
-
 def ends_on_host(ends: torch.Tensor) -> list[int]:
     """Return `ends` as numbers; one host sync a tensor."""
-    known = noted_ends(ends)
+    known = cached(ends, ENDS)
     if known is None:
         known = ends.tolist()
-        note_ends(ends, known)
+        cache(ends, ENDS, known)
     return known
 
 
@@ -168,63 +156,48 @@ def longest(ends: list[int]) -> int:
     return max((stop - start for start, stop in pairwise(ends)), default=0)
 
 
-class Call(NamedTuple):
-    start: int  # first token, counted through all rows
-    stop: int
-    in_fp8: bool
-    ends: torch.Tensor | None  # int32, of its documents, from its first token; None in FP8: one document
-
-
-def calls(ends: torch.Tensor, length: int) -> list[Call]:
-    """Return the calls of attention, in order, for rows of `length` tokens; a host sync as in `ends_on_host`."""
-    places, result = ends_on_host(ends), []
-    for first, last in _runs(places, length):
-        of_call, own = places[first : last + 1], None
-        in_fp8 = longest(of_call) >= LONG
-        if not in_fp8:
-            own = ends[first : last + 1] - of_call[0]
-            note_ends(own, [place - of_call[0] for place in of_call])  # known on the host: no sync later
-        result.append(Call(of_call[0], of_call[-1], in_fp8, own))
-    return result
-
-
 def by_length(
     in_fp8: Callable[..., torch.Tensor], in_bf16: Callable[..., torch.Tensor], qkv: QKV, ends: torch.Tensor | None
 ) -> torch.Tensor:
     """Return attention [B, S, heads, D], in FP8 for long documents and for rows of one document.
 
-    in_fp8 takes q, k and v; in_bf16 QKV and the ends of documents. ends: int32 [documents + 1] through all rows, or
-    None.
+    in_fp8 takes q, k and v; in_bf16 QKV and the ends of documents, and returns (output, weights). ends: int32
+    [documents + 1] through all rows, or None.
     """
     rows, length = len(qkv.q), qkv.q.shape[2]
     if ends is None or len(ends) == rows + 1:
         return in_fp8(*qkv)
-    of_rows = calls(ends, length)
-    parts = _pieces([(call.start, call.stop) for call in of_rows], qkv)
-    outputs = [
-        in_fp8(*part)[0] if call.in_fp8 else in_bf16(part, call.ends)[0]
-        for call, part in zip(of_rows, parts, strict=True)
-    ]
+    places, outputs = ends_on_host(ends), []
+    runs = list(_runs(places, length))
+    parts = _pieces([(places[first], places[last]) for first, last in runs], qkv)
+    for (first, last), part in zip(runs, parts, strict=True):
+        of_call = places[first : last + 1]
+        if longest(of_call) >= LONG:
+            outputs.append(in_fp8(*part)[0])
+        else:
+            own = ends[first : last + 1] - of_call[0]
+            cache(own, ENDS, [place - of_call[0] for place in of_call])  # known on the host: no sync later
+            outputs.append(in_bf16(part, own)[0][0])
     return torch.cat(outputs).unflatten(0, (rows, length))
 
 
 def attention(
-    before: Callable[..., tuple[torch.Tensor, Any]],
     takes_ends: bool,
+    before: Callable[..., tuple[torch.Tensor, Any]],
     module: nn.Module,
-    options: Mapping[str, Any],
     qkv: QKV,
-    ends: torch.Tensor,
-) -> torch.Tensor:
-    """Return the output [B, S, heads, D] of the attention function `before`, within documents.
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Return (output, weights) of the attention function `before`, within documents where `mask` is their ends.
 
-    takes_ends: `before` takes `ends` as its mask; otherwise it is called once a document.
+    takes_ends: `before` takes the ends as its mask; otherwise it is called once a document.
     """
-    if takes_ends:
-        return before(module, *qkv, ends, **options)[0]
-    of_documents = [(start, stop) for start, stop in pairwise(ends_on_host(ends)) if start < stop]
+    if takes_ends or mask is None or mask.ndim != 1:
+        return before(module, *qkv, mask, **options)
+    of_documents = [(start, stop) for start, stop in pairwise(ends_on_host(mask)) if start < stop]
     outputs = [before(module, *part, None, **options)[0][0] for part in _pieces(of_documents, qkv)]
-    return torch.cat(outputs).unflatten(0, (len(qkv.q), qkv.q.shape[2]))
+    return torch.cat(outputs).unflatten(0, (len(qkv.q), qkv.q.shape[2])), None
 
 
 def _pieces(places: Sequence[tuple[int, int]], qkv: QKV) -> Iterator[QKV]:

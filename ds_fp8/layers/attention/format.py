@@ -3,7 +3,7 @@
 "fp8_sdpa" and "fp8_packed" replace "sdpa" and "packed" in the model's configuration, for fused and unconverted layers
 alike. Masks are unchanged. Causal attention over unpadded rows, or within long documents of packed rows, runs in FP8;
 every other call runs in BF16, by the replaced implementation. Under DeepSpeed's sequence parallelism both run between
-its two exchanges (sequence_parallel.py).
+its two exchanges, which are in BF16 (sequence_parallel.py).
 
 `use_fp8_attention` chooses the modules. Calls of these modules in BF16:
 
@@ -32,7 +32,6 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.layers.attention import cudnn, documents, sequence_parallel
 from ds_fp8.layers.attention.documents import QKV
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
-from ds_fp8.layers.attention.sharded import sharded_documents_attention, sharded_fp8_attention
 
 SLIDING = "sliding_attention"  # in transformers' layer_types
 
@@ -156,48 +155,22 @@ def _mask(implementation: str, **arguments: Any) -> Any:
 
 
 def _attention(implementation, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **more):
-    qkv, takes_ends = QKV(query, key, value), implementation == "packed"
+    qkv, options = QKV(query, key, value), {"dropout": dropout, "scaling": scaling, **more}
     before = ALL_ATTENTION_FUNCTIONS[implementation]
     before = getattr(before, "separates_documents", before)
-    options = {"dropout": dropout, "scaling": scaling, **more}
+    core = functools.partial(_by_format, implementation == "packed")
     exchange = sequence_parallel.exchange_of(before)
     if exchange is None:
-        return _unsharded_attention(takes_ends, before, module, qkv, attention_mask, **options)
-    core = functools.partial(_unsharded_attention, takes_ends)
-    of_slices = of_documents = None
-    supported = _unsupported(module, not query.is_cuda) is None and _unsupported_call(qkv, None, more) is None
-    if supported and not _is_too_short(module, query.shape[2] * exchange.world_size):
-        of_slices = functools.partial(sharded_fp8_attention, scaling=scaling)
-        of_documents = functools.partial(_sharded_documents, takes_ends)
-    return sequence_parallel.ulysses_attention(
-        exchange, before, core, module, qkv, of_slices=of_slices, of_documents=of_documents, **options
-    )
+        return core(before, module, qkv, attention_mask, **options)
+    return sequence_parallel.ulysses_attention(exchange, before, core, module, qkv, **options)
 
 
-def _sharded_documents(takes_ends, before, module, qkv, group, ends, options):
-    """Return attention within documents of sharded rows; None if all documents are short."""
-    if documents.longest(documents.ends_on_host(ends)) < documents.LONG:
-        return None
-    options = {name: value for name, value in options.items() if name != "position_ids"}  # of this rank's slice
-
-    def in_bf16(part: QKV, ends: torch.Tensor) -> torch.Tensor:
-        groups = getattr(module, "num_key_value_groups", None)
-        module.num_key_value_groups = part.q.shape[1] // part.k.shape[1]  # of this rank's heads
-        try:
-            return documents.attention(before, takes_ends, module, options, part, ends)
-        finally:
-            module.num_key_value_groups = groups
-
-    return sharded_documents_attention(*qkv, group, ends, in_bf16, options["scaling"])
-
-
-def _unsharded_attention(takes_ends, before, module, qkv, mask, scaling=None, **more):
+def _by_format(takes_ends, before, module, qkv, mask, scaling=None, **more):
     """Return attention in FP8 if module and call support it, else that of the function `before`.
 
     mask: of the implementation `before`, or the ends of documents, for an implementation without them, too.
     """
-    options = {"scaling": scaling, **more}
-    in_bf16 = functools.partial(documents.attention, before, takes_ends, module, options)
+    in_bf16 = functools.partial(documents.attention, takes_ends, before, module, scaling=scaling, **more)
     if _unsupported(module, not qkv.q.is_cuda) is None and not _is_too_short(module, qkv.q.shape[2]):
         why = _unsupported_call(qkv, mask, more)
         if why is None:
@@ -205,9 +178,7 @@ def _unsharded_attention(takes_ends, before, module, qkv, mask, scaling=None, **
             return documents.by_length(in_fp8, in_bf16, qkv, mask), None
         if module.training:  # generation and evaluation of padded batches are in BF16 by design
             _warn(why)
-    if mask is not None and mask.ndim == 1:
-        return in_bf16(qkv, mask), None
-    return before(module, *qkv, mask, **options)
+    return in_bf16(qkv, mask)
 
 
 def _unsupported_call(qkv: QKV, mask: torch.Tensor | None, more: dict[str, Any]) -> str | None:

@@ -39,8 +39,6 @@ head (FlashAttention-3). For the gradients: Σ_j ds_ij = 0, and dq and dk are ro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -56,103 +54,69 @@ SEED = 0  # of the random signs, the same in all layers, steps and ranks
 PIECE = 16384  # tokens summed at a time: an FP64 copy of 134 MB at 1024 features
 
 
-def sum_over_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of x [B, heads, S, D] over its tokens, FP64 [B, heads, 1, D]."""
-    # FP64: partial sums of ranks, in any order, round to the same BF16 mean. In pieces: torch copies its input to FP64.
-    return sum(piece.sum(2, keepdim=True, dtype=torch.float64) for piece in x.split(PIECE, 2))
-
-
-def mean_over_tokens(x: torch.Tensor) -> torch.Tensor:
-    return (sum_over_tokens(x) / x.shape[2]).to(x.dtype)
-
-
-def add_mean_of_values(output: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Add the mean of v [B, kv_heads, 1, D] to the output [B, S, heads, D], in place."""
-    by_kv_head = output.unflatten(2, (mean.shape[1], -1))  # [B, S, kv_heads, heads / kv_heads, D]
-    by_kv_head += mean.transpose(1, 2).unsqueeze(3)
-    return output
+def _mean_over_tokens(x: torch.Tensor) -> torch.Tensor:
+    """Return the mean of x [B, heads, S, D] over its tokens, [B, heads, 1, D]."""
+    # Sums in FP64, of pieces: torch copies its input to FP64.
+    total = sum(piece.sum(2, keepdim=True, dtype=torch.float64) for piece in x.split(PIECE, 2))
+    return (total / x.shape[2]).to(x.dtype)
 
 
 def rotate_heads(x: torch.Tensor) -> torch.Tensor:
-    """Rotate each head of x [B, heads, S, D], laid out as [B, S, heads, D]; x itself if D is not in ROTATION_BLOCKS."""
-    rotation = _rotation(x.shape[-1])
-    if rotation is None:
-        return x
+    """Rotate each head of x [B, heads, S, D], laid out as [B, S, heads, D], if D is in ROTATION_BLOCKS."""
     by_token = x.transpose(1, 2)
-    # Row by row, with one order of sums: a token's bits do not depend on the rank that holds it.
-    return rotate(by_token.flatten(2).flatten(0, 1), rotation, x.dtype).view(by_token.shape).transpose(1, 2)
-
-
-def rotate_back(dx: torch.Tensor) -> torch.Tensor:
-    """Undo `rotate_heads` on gradients [..., D], contiguous."""
-    rotation = _rotation(dx.shape[-1])
-    return dx if rotation is None else unrotate(dx.flatten(0, -2), rotation).view(dx.shape)
+    # Row by row, with one order of sums: a token's bits do not depend on the other tokens.
+    return rotate(by_token.flatten(2).flatten(0, 1), _rotation(x), x.dtype).view(by_token.shape).transpose(1, 2)
 
 
 def dequantize_heads(
     data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, mean: torch.Tensor | None = None, rotated: bool = False
 ) -> torch.Tensor:
     """Dequantize data [B, S, heads, D], add a mean of v [B, kv_heads, 1, D], and rotate back if `rotated`."""
-    if data.is_cuda:
-        from ds_fp8.layers.attention.dequantize_triton import dequantize_tiles
-
-        return dequantize_tiles(data, scale, dtype, mean, _rotation(data.shape[-1]) if rotated else None)
-    x = dequantize_exactly(data, scale, dtype)
+    x = dequantize_unscaled(data, dtype).mul_(scale.to(dtype))  # a power of two: exact in BF16
     if mean is not None:
-        add_mean_of_values(x, mean)
-    return rotate_back(x) if rotated else x
+        by_kv_head = x.unflatten(2, (mean.shape[1], -1))  # [B, S, kv_heads, heads / kv_heads, D]
+        by_kv_head += mean.transpose(1, 2).unsqueeze(3)
+    return unrotate(x.flatten(0, -2), _rotation(x)).view(x.shape) if rotated else x
 
 
-def _rotation(features: int) -> Rotation | None:
-    return Rotation(features, SEED) if features in ROTATION_BLOCKS else None
+def _rotation(x: torch.Tensor) -> Rotation | None:
+    return Rotation(x.shape[-1], SEED) if x.shape[-1] in ROTATION_BLOCKS else None
 
 
-Implementation = Any  # the module cudnn, or a `Reference`
 # Lower limit of the bounds of gradients: ratios of scales, and 1 / scale, stay within FP32.
 SMALLEST_BOUND = 2.0**-60
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, scaling: float, implementation: Implementation):
-        v_mean = mean_over_tokens(v)
-        q, k, v = rotate_heads(q), rotate_heads(k - mean_over_tokens(k)), v - v_mean
+    def forward(ctx, q, k, v, scaling: float, reference: bool):
+        v_mean = _mean_over_tokens(v)
+        q, k, v = rotate_heads(q), rotate_heads(k - _mean_over_tokens(k)), v - v_mean
         casts = [quantize_heads(x.transpose(1, 2), FORWARD) for x in (q, k, v)]
         # Here, while v is in high precision: saved for backward is the quantized v.
         v_norm = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).amax()
-        o, saved = attend(*casts, v_norm, scaling, implementation)
-        ctx.save_for_backward(*saved)
-        ctx.scaling, ctx.implementation = scaling, implementation
-        return dequantize_heads(o, casts[2].scale, v.dtype, mean=v_mean)
+        data, scales = zip(*((x.data, x.scale) for x in casts), strict=True)
+        o, log_sums = _forward(*data, *scales, scaling, reference)
+        ctx.save_for_backward(*data, *scales, o, log_sums, v_norm)
+        ctx.scaling, ctx.reference = scaling, reference
+        return dequantize_heads(o, scales[2], v.dtype, mean=v_mean)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         # Kernels work on [B, S, heads, D]; callers have [B, heads, S, D], a view of the same memory.
-        found = compute_gradients(ctx.saved_tensors, do, ctx.scaling, ctx.implementation)
-        gradients = (dequantize_heads(*each, do.dtype, rotated=which < 2) for which, each in enumerate(found))
+        *tensors, o, log_sums, v_norm = ctx.saved_tensors
+        q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
+        saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, ctx.scaling)
+        scales = gradient_scales(do, q, k, v_norm, ctx.scaling)
+        found = (Reference if ctx.reference else cudnn).backward(saved, quantize_heads(do, BACKWARD), scales)
+        gradients = (
+            dequantize_heads(data, scale, do.dtype, rotated=which < 2)
+            for which, (data, scale) in enumerate(zip(found, scales[1:], strict=True))
+        )
         return *(x.transpose(1, 2) for x in gradients), None, None
 
 
-def attend(
-    q: QuantizedTensor,
-    k: QuantizedTensor,
-    v: QuantizedTensor,
-    v_norm: torch.Tensor,
-    scaling: float,
-    implementation: Implementation,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return o, E4M3 [B, S, heads, D] with the scale of v, and the SAVED tensors of `compute_gradients`.
-
-    q [B, S, heads, D] is rotated, k [B, S, kv_heads, D] centered and rotated, v centered; v_norm: max_j ‖v_j‖ before
-    quantization.
-    """
-    data, scales = zip(*((x.data, x.scale) for x in (q, k, v)), strict=True)
-    o, log_sums = _forward(*data, *scales, scaling, isinstance(implementation, Reference))
-    return o, (*data, *scales, o, log_sums, v_norm)
-
-
-SAVED = 9
 # An operator of torch, whose results selective_checkpointing.py saves.
 FORWARD_OPERATOR = "ds_fp8::attention_forward"
 _LIBRARY = torch.library.Library(FORWARD_OPERATOR.split("::")[0], "DEF")
@@ -165,50 +129,32 @@ _LIBRARY.define(
 def _run_forward(q, k, v, q_scale, k_scale, v_scale, scaling, reference):
     pairs = (q, q_scale), (k, k_scale), (v, v_scale)
     casts = (QuantizedTensor(data, scale, "tensor", "pow2") for data, scale in pairs)
-    return (Reference() if reference else cudnn).forward(*casts, scaling)
+    return (Reference if reference else cudnn).forward(*casts, scaling)
 
 
 _LIBRARY.impl("attention_forward", _run_forward, "CompositeExplicitAutograd")
 _forward = torch.ops.ds_fp8.attention_forward
 
 
-def compute_gradients(
-    saved_tensors: Sequence[torch.Tensor], do: torch.Tensor, scaling: float, implementation: Implementation
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return E5M2 data and scale of dq, dk and dv from the gradient of the output [B, S, heads, D]."""
-    *tensors, o, log_sums, v_norm = saved_tensors
-    q, k, v = (QuantizedTensor(*pair, "tensor", "pow2") for pair in zip(tensors[:3], tensors[3:], strict=True))
-    saved = Saved(q, k, v, QuantizedTensor(o, v.scale, "tensor", "pow2"), log_sums, scaling)
-    scales = gradient_scales(do, q, k, v_norm, scaling)
-    found = implementation.backward(saved, quantize_heads(do, BACKWARD), scales)
-    return list(zip(found, scales[1:], strict=True))
-
-
 @torch.compiler.disable(reason="cuDNN's FP8 attention stays outside of the graphs of torch.compile")
-def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None) -> torch.Tensor:
+def fp8_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None, reference: bool = False
+) -> torch.Tensor:
     """Compute causal attention in FP8 of BF16 q [B, heads, S, D], k and v [B, kv_heads, S, D]: [B, S, heads, D].
 
     Strides are free: [B, S, heads, D] seen through `transpose` is not copied. scaling: of q kᵀ, by default D^(-1/2).
+    reference: plain torch on a GPU too, all scores at once in FP32, quantized where the kernels quantize.
     """
-    return _Attention.apply(q, k, v, softmax_scale(q, scaling), implementation_for(q))
-
-
-def implementation_for(q: torch.Tensor) -> Implementation:
-    return cudnn if q.is_cuda else Reference()
-
-
-def fp8_attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None = None
-) -> torch.Tensor:
-    """Compute `fp8_attention` in plain torch: all scores at once, in FP32, quantized where the kernels quantize."""
-    return _Attention.apply(q, k, v, softmax_scale(q, scaling), Reference())
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return _Attention.apply(q, k, v, scaling, reference or not q.is_cuda)
 
 
 class Reference:
-    """The implementation in plain torch, on any device."""
+    """Plain torch in place of the module cudnn, on any device."""
 
+    @staticmethod
     def forward(
-        self, q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
+        q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         groups = q.shape[2] // k.shape[2]
         #     s = scaling q k' (causal);  p = exp(s - max_j s);  o = round(p) v / sum_j p
@@ -221,7 +167,8 @@ class Reference:
         log_sums = (largest + sums.log()).squeeze(-1)
         return quantize_with_scale(o.transpose(1, 2), v.scale, FORWARD, "tensor"), log_sums
 
-    def backward(self, saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
+    @staticmethod
+    def backward(saved: Saved, do: QuantizedTensor, scales: GradientScales) -> tuple[torch.Tensor, ...]:
         groups = saved.q.shape[2] // saved.k.shape[2]
         q, o, do = (_heads(x) for x in (saved.q, saved.o, do))
         k, v = (_heads(x, groups) for x in (saved.k, saved.v))
@@ -261,21 +208,11 @@ def quantize_heads(x: torch.Tensor, format: str) -> QuantizedTensor:
     return QuantizedTensor(found.data.view(x.shape), found.scale, "tensor", "pow2")
 
 
-def softmax_scale(q: torch.Tensor, scaling: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scaling is None else scaling
-
-
-def dequantize_exactly(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantize FP8 data by powers of two, which broadcast: exact in BF16."""
-    return dequantize_unscaled(data, dtype).mul_(scale.to(dtype))
-
-
 def _heads(x: QuantizedTensor, groups: int = 1) -> torch.Tensor:
     return x.dequantize().transpose(1, 2).repeat_interleave(groups, dim=1)  # FP32 [B, heads · groups, S, D]
 
 
 def _scores(q: QuantizedTensor, k: QuantizedTensor, scaling: float) -> torch.Tensor:
-    """Return the masked scores, FP32 [B, heads, S, S], -inf after the diagonal."""
     # FP32 [B, heads, S, S], -inf above the diagonal.
     s = scaling * (_heads(q) @ _heads(k, q.shape[2] // k.shape[2]).mT)
     return s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), -torch.inf)

@@ -19,11 +19,17 @@ from ds_fp8.casts.quantization_triton import load_tile
 
 
 @triton.jit
-def turn_tile(tile, matrix, AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr):
-    """Return a tile [128, 128] multiplied along an axis by the block-diagonal matrix, or by its transpose."""
+def _rotate_tiles(
+    x, matrix, result, M, K, rows, stride_m,
+    AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr, EVEN: tl.constexpr,
+):
+    """Write x [M, K], multiplied along an axis by the block-diagonal matrix or its transpose, into result [rows, K]."""
     #     y = x R / sqrt(block)         AXIS 1        R block-diagonal, of 1, -1 and 0
     #     y = R' x / sqrt(block)        AXIS 0        R' = R transposed; R R' = block times the identity
     # INVERSE exchanges R and R', read by columns from the same matrix.
+    m = tl.program_id(0) * 128 + tl.arange(0, 128)  # the first axis alone may have more than 65535 programs
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    tile = load_tile(x, None, None, m, k, M, K, stride_m, 0, EVEN)
     i = tl.arange(0, 128)
     if (AXIS == 1) != INVERSE:
         r = tl.load(matrix + i[:, None] * 128 + i[None, :])
@@ -36,19 +42,6 @@ def turn_tile(tile, matrix, AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl
         turned = tl.dot(tile, r, input_precision="ieee") * FACTOR
     else:
         turned = tl.dot(r, tile, input_precision="ieee") * FACTOR
-    return turned
-
-
-@triton.jit
-def _rotate_tiles(
-    x, matrix, result, M, K, rows, stride_m,
-    AXIS: tl.constexpr, FACTOR: tl.constexpr, NARROW: tl.constexpr, INVERSE: tl.constexpr, EVEN: tl.constexpr,
-):
-    """Write the rotated x [M, K] into result [rows, K]."""
-    m = tl.program_id(0) * 128 + tl.arange(0, 128)  # the first axis alone may have more than 65535 programs
-    k = tl.program_id(1) * 128 + tl.arange(0, 128)
-    tile = load_tile(x, None, None, m, k, M, K, stride_m, 0, EVEN)
-    turned = turn_tile(tile, matrix, AXIS, FACTOR, NARROW, INVERSE)
     address = result + m[:, None].to(tl.int64) * K + k[None, :]
     tl.store(address, turned.to(result.dtype.element_ty), mask=(m < rows)[:, None] & (k < K)[None, :])
 

@@ -56,27 +56,15 @@ def keep_attention(model: nn.Module) -> None:
         )
 
 
-class _Save(TorchDispatchMode):
-    """Forward: appends the results of OPERATORS to `results`."""
+class _Keep(TorchDispatchMode):
+    """Forward: appends the results of OPERATORS to `results`. Recomputation: returns them in their order instead."""
 
-    def __init__(self, results: list[tuple[torch.Tensor, ...]]) -> None:
+    def __init__(self, results: list[tuple[torch.Tensor, ...]], recomputes: bool) -> None:
         super().__init__()
-        self._results = results
+        self._results, self._recomputes = results, recomputes
 
-    def __torch_dispatch__(
-        self, function: torch._ops.OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function in _known():
-            self._results.append(_detached(result))  # detached: autograd gives the returned tensors a history
-        return result
-
-
-class _Replay(_Save):
-    """Recomputation: returns `results` in their order in place of calling OPERATORS."""
-
-    def __enter__(self) -> _Replay:
-        if not self._results:
+    def __enter__(self) -> _Keep:
+        if self._recomputes and not self._results:
             _warn()
         self._next = iter(self._results)
         return super().__enter__()
@@ -84,7 +72,15 @@ class _Replay(_Save):
     def __torch_dispatch__(
         self, function: torch._ops.OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _detached(next(self._next)) if function in _known() else function(*args, **(kwargs or {}))
+        known = function in _known()
+        result = next(self._next) if known and self._recomputes else function(*args, **(kwargs or {}))
+        if known:
+            # detached: autograd gives the returned tensors a history
+            kept = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in result)
+            if self._recomputes:
+                return kept
+            self._results.append(kept)
+        return result
 
 
 @functools.lru_cache(maxsize=1)
@@ -93,13 +89,9 @@ def _warn() -> None:
     logger.warning(words + ' (attn_implementation "eager" and "flex_attention" have none)', KEY)
 
 
-def _contexts() -> tuple[_Save, _Replay]:
+def _contexts() -> tuple[_Keep, _Keep]:
     results: list[tuple[torch.Tensor, ...]] = []
-    return _Save(results), _Replay(results)
-
-
-def _detached(results: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in results)
+    return _Keep(results, False), _Keep(results, True)
 
 
 @functools.lru_cache(maxsize=1)

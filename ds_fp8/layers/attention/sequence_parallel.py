@@ -10,7 +10,7 @@ transformers. It drops the mask, made of this rank's tokens, and passes the unsh
 ignores positions ("sdpa", "packed") would attend across the documents of a packed row: `separate_documents` finds the
 documents from the positions.
 
-The attention of sharded.py, with its own exchange, replaces both exchange and core where FP8 applies.
+Attention in FP8 is a core, too: it quantizes this rank's heads of unsharded sequences.
 """
 
 from __future__ import annotations
@@ -23,14 +23,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.documents import QKV
-from ds_fp8.layers.attention.sharded import count_shards
+
+_sent = 0
+
+
+def count_sent(nbytes: int) -> None:
+    global _sent
+    _sent += nbytes
+
+
+def bytes_sent() -> int:
+    return _sent
+
 
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output, weights).
 Attention = Callable[..., tuple[torch.Tensor, Any]]
@@ -55,9 +65,6 @@ def ulysses_attention(
     core: Callable[..., tuple[torch.Tensor, Any]],
     module: nn.Module,
     qkv: QKV,
-    *,
-    of_slices: Callable[..., torch.Tensor] | None = None,
-    of_documents: Callable[..., torch.Tensor | None] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Return the output [B, S / P, heads · D] of attention over sequences of which a rank holds slices.
@@ -69,27 +76,13 @@ def ulysses_attention(
             int32 [documents + 1] through all rows, or None for rows of one document each.
         module: The attention module.
         qkv: Of this rank's tokens.
-        of_slices: Replaces exchange and core for rows of one document each.
-        of_documents: Replaces them for other rows; returns None if no document is long enough for FP8.
         options: Of the attention function, with `position_ids` int64 [B or 1, S / P].
     """
     of_slice, before = options.get("position_ids"), exchange.attn
     groups = getattr(module, "num_key_value_groups", None)
-    known = []
-    if of_slices is not None and of_slice is not None and _exchanges(exchange, module):
-        # From the unsharded positions: all ranks of a sequence take the same branch.
-        shape = (len(qkv.q), qkv.q.shape[2] * exchange.world_size)
-        known = [_document_ends(shape, functools.partial(_unsharded, exchange, of_slice), of_slice)]
-        if known[0] is None:
-            return of_slices(*qkv, exchange.process_group), None
-        if of_documents is not None:
-            output = of_documents(before, module, qkv, exchange.process_group, known[0], options)
-            if output is not None:
-                return output, None
 
     def inside(module, query, key, value, _mask, **more):
-        shape = (len(query), query.shape[2])
-        ends = known[0] if known else _document_ends(shape, lambda: more.get("position_ids"), of_slice)
+        ends = _document_ends((len(query), query.shape[2]), more.get("position_ids"), of_slice)
         return core(before, module, QKV(query, key, value), ends, **more)
 
     exchange.attn = inside  # for this call: all layers share the exchange
@@ -99,8 +92,9 @@ def ulysses_attention(
         exchange.attn = before
         if groups is not None:  # DeepSpeed sets the value for this rank's heads; generation needs that of all heads
             module.num_key_value_groups = groups
-    if _exchanges(exchange, module):
-        _count(exchange, *qkv, output)
+    only_in_training = getattr(exchange, "disable_in_eval", False)
+    if (module.training or not only_in_training) and not exchange.skip_all_but_last_attention_debug_mode:
+        _count(exchange.world_size, *qkv, output)
     return output, weights
 
 
@@ -114,11 +108,7 @@ def separate_documents(name: str, takes_ends: bool) -> None:
     if exchange is None or getattr(attention, "separates_documents", False):
         return
 
-    def core(before, module, qkv, ends, **options):
-        if ends is None:
-            return before(module, *qkv, None, **options)
-        options.pop("position_ids", None)  # of unsharded rows, not of a document
-        return documents.attention(before, takes_ends, module, options, qkv, ends), None
+    core = functools.partial(documents.attention, takes_ends)
 
     def within_documents(module, query, key, value, _mask, **options):
         return ulysses_attention(exchange, attention, core, module, QKV(query, key, value), **options)
@@ -144,20 +134,13 @@ def local_sequences(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = names[key]
 
 
-def _exchanges(exchange: UlyssesSPAttentionHF, module: nn.Module) -> bool:
-    """Return whether DeepSpeed exchanges heads in this call and computes attention."""
-    only_in_training = getattr(exchange, "disable_in_eval", False)
-    return (module.training or not only_in_training) and not exchange.skip_all_but_last_attention_debug_mode
-
-
-def _count(exchange: UlyssesSPAttentionHF, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
+def _count(ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> None:
     """Count the bytes of DeepSpeed's exchange of q, k, v and the output, in backward of their gradients."""
-    ranks = exchange.world_size
     nbytes = q.nbytes + max(1, ranks // k.shape[1]) * (k.nbytes + v.nbytes) + o.nbytes
-    count = functools.partial(count_shards, nbytes, ranks)
-    count()
+    sent = nbytes * (ranks - 1) // ranks  # a rank keeps its own shard
+    count_sent(sent)
     if o.requires_grad:
-        o.register_hook(lambda _: count())
+        o.register_hook(lambda _: count_sent(sent))
 
 
 def _warn_of_slices(ends: torch.Tensor, shape: tuple[int, int], length: int) -> None:
@@ -172,31 +155,23 @@ def _warn_of_slices(ends: torch.Tensor, shape: tuple[int, int], length: int) -> 
         )
 
 
-def _unsharded(exchange: UlyssesSPAttentionHF, positions: torch.Tensor) -> torch.Tensor:
-    """All-gather positions [B or 1, S / P] to [B or 1, S]. Collective."""
-    parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(exchange.world_size)]
-    dist.all_gather(parts, positions.contiguous(), exchange.process_group)
-    return torch.cat(parts, -1)
-
-
 def _document_ends(
-    shape: tuple[int, int], unsharded: Callable[[], torch.Tensor | None], of_slice: torch.Tensor | None
+    shape: tuple[int, int], positions: torch.Tensor | None, of_slice: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return the ends of documents, int32 [documents + 1] through all rows of `shape`, or None for one document a row.
 
     One host sync a batch: the result is cached on `of_slice`, this rank's positions, one tensor for all layers.
-    unsharded: returns the unsharded positions.
+    positions: of unsharded rows.
     """
     if documents.fixed_at() == 0:
         return None  # in a CUDA graph, without host syncs: eager micro-batches of all ranks had one document a row
-    known_shape, ends = documents.noted_ends(of_slice) or (None, None)
+    known_shape, ends = documents.cached(of_slice, documents.ENDS) or (None, None)
     if known_shape == shape:
         return ends
-    positions = unsharded()
     if positions is None or positions.dim() != 2 or positions.shape[1] != shape[1]:
         return None  # positions of other rows, or of the slice alone
     ends = documents.ends_of(positions.expand(shape[0], -1))  # one row of positions is for all rows of a batch
     if of_slice is not None and ends is not None and of_slice.shape[-1] < shape[1]:
         _warn_of_slices(ends, shape, of_slice.shape[-1])
-    documents.note_ends(of_slice, (shape, ends))
+    documents.cache(of_slice, documents.ENDS, (shape, ends))
     return ends

@@ -28,7 +28,7 @@ from ds_fp8.layers.decoder.rotary import HeadLayout, HeadNorms, HeadTransform, r
 from ds_fp8.layers.linear.adapters import Adapters
 from ds_fp8.layers.linear.linear import Swapped, swapped_class
 from ds_fp8.layers.linear.recipe import LinearRecipe
-from ds_fp8.layers.linear.weights import dgrad_weight, fprop_weight, split_rows, unshard_for_backward
+from ds_fp8.layers.linear.weights import BEFORE_BACKWARD, dgrad_weight, fprop_weight, split_rows
 
 # Kernels of scaled_dot_product_attention in the order of their speed, with torch's switch of each
 FASTEST_FIRST = {
@@ -77,7 +77,8 @@ class _NormedHeads(torch.autograd.Function):
         x, rstd, cos, sin, qkv, *low_rank = ctx.saved_tensors
         heads, recipe, weights, norm = ctx.heads, ctx.heads.recipe, ctx.weights, ctx.norm
         # ZeRO-3 unshards the layer when a gradient reaches its output; gradients of a KV cache arrive by another way.
-        unshard_for_backward(weights[0])
+        if (unshard := getattr(weights[0], BEFORE_BACKWARD, None)) is not None:
+            unshard()
         norms, has_bias = ctx.head_norms, ctx.biases[0] is not None
         bias = torch.cat(ctx.biases) if has_bias and norms is not None else None
         # One matrix [T, N]: dgrad and wgrad of q, k and v are one product each.

@@ -10,24 +10,20 @@ would, and takes no memory between forward and backward.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ds_fp8.casts import QuantizedTensor
 from ds_fp8.layers.linear.recipe import LinearRecipe
 
 
-class QuantizedNorm(NamedTuple):
-    hidden: torch.Tensor  # [T, H], the norm's input: x, or x + residual
-    rstd: torch.Tensor  # FP32 [T], 1 / root mean square of each token
-    quantized: QuantizedTensor  # [T, H], n for fprop, followed by the recipe's outlier block
-
-
 def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, recipe: LinearRecipe, residual: torch.Tensor | None = None
-) -> QuantizedNorm:
-    """Add the residual to tokens x [T, H], normalise with weight [H], and quantize rowwise."""
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+    """Add the residual to tokens x [T, H], normalise with weight [H], and quantize rowwise.
+
+    Returns:
+        (h [T, H]; rstd FP32 [T]; n [T, H] quantized for fprop, followed by the recipe's outlier block).
+    """
     if x.device.type == "cuda":
         from ds_fp8.layers.decoder.rms_norm_triton import normalise
 
@@ -41,15 +37,11 @@ def rms_norm_quantize(
         quantized = recipe.quantize_input(hidden, rstd, weight)
     else:
         recipe.observe("input", hidden, quantized, rstd, weight)
-    return QuantizedNorm(hidden, rstd, recipe.with_outliers(quantized, hidden, rstd, weight))
+    return hidden, rstd, recipe.with_outliers(quantized, hidden, rstd, weight)
 
 
 def rms_norm_backward(
-    dn: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    rstd: torch.Tensor,
-    dresidual: torch.Tensor | None = None,
+    dn: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of hidden [T, H], with `dresidual` of the residual stream added, and of weight [H].
 
@@ -61,7 +53,5 @@ def rms_norm_backward(
         return normalise_backward(dn, hidden, weight, rstd, dresidual)
     scaled = hidden.float() * rstd[:, None]
     gradient = dn.float() * weight.float()
-    dhidden = rstd[:, None] * (gradient - scaled * (gradient * scaled).mean(-1, keepdim=True))
-    if dresidual is not None:
-        dhidden = dhidden + dresidual.float()
+    dhidden = rstd[:, None] * (gradient - scaled * (gradient * scaled).mean(-1, keepdim=True)) + dresidual.float()
     return dhidden.to(hidden.dtype), (dn.float() * scaled).sum(0).to(weight.dtype)

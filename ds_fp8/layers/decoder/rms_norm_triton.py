@@ -76,8 +76,7 @@ def normalise(
 
 @triton.jit
 def _normalise_rows_backward(
-    dn, hidden, weight, rstd, dresidual, dhidden, dweight, M, H, stride_dn, stride_dresidual,
-    ADD: tl.constexpr, BLOCK_H: tl.constexpr,
+    dn, hidden, weight, rstd, dresidual, dhidden, dweight, M, H, stride_dn, stride_dresidual, BLOCK_H: tl.constexpr,
 ):
     program = tl.program_id(0)
     h = tl.arange(0, BLOCK_H)
@@ -94,26 +93,22 @@ def _normalise_rows_backward(
         factor = tl.load(rstd + m)
         gradient = tl.load(dn + at * stride_dn + h, mask=inside, other=0.0).to(tl.float32)
         scaled = tl.load(hidden + at * H + h, mask=inside, other=0.0).to(tl.float32) * factor
-        if ADD:
-            past = tl.load(dresidual + at * stride_dresidual + h, mask=inside, other=0.0).to(tl.float32)
+        past = tl.load(dresidual + at * stride_dresidual + h, mask=inside, other=0.0).to(tl.float32)
         total += gradient * scaled
         gradient *= w
-        result = factor * (gradient - scaled * (tl.sum(gradient * scaled) / H))
-        if ADD:
-            result += past
+        result = factor * (gradient - scaled * (tl.sum(gradient * scaled) / H)) + past
         tl.store(dhidden + at * H + h, result.to(dhidden.dtype.element_ty), mask=inside)
         m += tl.num_programs(0)
     tl.store(dweight + program.to(tl.int64) * H + h, total, mask=inside)
 
 
 def normalise_backward(
-    dn: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor | None
+    dn: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, dresidual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     M, H = hidden.shape
     dn = dn if dn.stride(-1) == 1 else dn.contiguous()
     hidden = hidden.contiguous()  # the kernel has one row stride for hidden and dhidden: H
-    if dresidual is not None and dresidual.stride(-1) != 1:
-        dresidual = dresidual.contiguous()
+    dresidual = dresidual if dresidual.stride(-1) == 1 else dresidual.contiguous()
     dhidden = torch.empty_like(hidden)
     if not hidden.numel():
         return dhidden, torch.zeros_like(weight)
@@ -123,9 +118,8 @@ def normalise_backward(
     programs = min(M, multiprocessors(hidden.device) * (32 // warps))
     partial = torch.empty(programs, H, device=hidden.device)
     _normalise_rows_backward[(programs,)](
-        dn, hidden, weight, rstd, dresidual, dhidden, partial, M, H,
-        dn.stride(0), dresidual.stride(0) if dresidual is not None else 0,
-        ADD=dresidual is not None, BLOCK_H=block, num_warps=warps,
+        dn, hidden, weight, rstd, dresidual, dhidden, partial, M, H, dn.stride(0), dresidual.stride(0),
+        BLOCK_H=block, num_warps=warps,
     )
     # torch sums the rows in a fixed order, atomics would not: runs are equal to the bit
     return dhidden, partial.sum(0).to(weight.dtype)

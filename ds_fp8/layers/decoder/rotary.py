@@ -71,7 +71,8 @@ def rotate(qkv: torch.Tensor, transform: HeadTransform) -> torch.Tensor:
     if norms is not None:
         q, k = (_norm(part, weight, norms.eps) for part, weight in ((q, norms.q), (k, norms.k)))
     cos, sin = cos.float()[:, None], sin.float()[:, None]
-    parts = [part * cos + _rotate_half(part) * sin for part in (q, k)] + [v]
+    half = layout.head_dim // 2
+    parts = [part * cos + torch.cat([-part[..., half:], part[..., :half]], -1) * sin for part in (q, k)] + [v]
     return torch.cat([part.transpose(1, 2).flatten(2).flatten(0, 1) for part in parts], -1).to(qkv.dtype)
 
 
@@ -94,11 +95,6 @@ def rotate_backward(
     dqkv, *dnorms = torch.autograd.grad(result, inputs, grad.float())
     dq_norm, dk_norm = dnorms or (None, None)
     return dqkv.to(grad.dtype), dq_norm, dk_norm
-
-
-def _rotate_half(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -37,7 +37,7 @@ from ds_fp8.layers.experts.layout import (
     unpermute,
 )
 from ds_fp8.layers.linear.gated_activation import (
-    Saved,
+    GatedCast,
     gated_activation_backward,
     gated_activation_forward,
     saved_from,
@@ -65,14 +65,6 @@ class ExpertAdapters(NamedTuple):
     def of_tensors(cls, tensors: Sequence[torch.Tensor | None]) -> ExpertAdapters:
         first, second = tensors[:2], tensors[2:]
         return cls(*(None if pair[0] is None else LowRank(*pair) for pair in (first, second)))
-
-
-class SavedExperts(NamedTuple):
-    """Tensors that `forward` saves for `backward`."""
-
-    gate_up: Saved | None = None  # [R, 2F]; None: recomputed
-    u_gate_up: torch.Tensor | None = None  # [R, r] of the adapter
-    u_down: torch.Tensor | None = None  # [R, r] of the adapter
 
 
 NO_ADAPTERS = ExpertAdapters()
@@ -105,116 +97,42 @@ def quantized_experts(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTe
 
 @dataclass(frozen=True)
 class ExpertProducts:
+    """Settings of the products of experts; the weights are separate arguments."""
+
     activation: str  # one of gated_activation.ACTIVATIONS
     gate_up: LinearRecipe  # `unsupported` returns None for both
     down: LinearRecipe
 
-    def forward(
+    def gated(
         self,
         x: torch.Tensor,
         layout: ExpertLayout,
         factors: torch.Tensor,
-        weights: ExpertWeights,
+        weight: nn.Parameter,
         save: bool,
-        adapters: ExpertAdapters = NO_ADAPTERS,
-    ) -> tuple[torch.Tensor, SavedExperts]:
-        """Return (y [T, H] in x's dtype, tensors saved for backward) from x [T, H], T > 0.
+        adapters: ExpertAdapters,
+    ) -> tuple[GatedCast, torch.Tensor | None]:
+        """Return p [R, F], in x's dtype too for down's adapter, with gate_up to be saved; and u [R, r] of its adapter.
 
         factors: FP32 [R], the router's weights.
         """
-        if self.gate_up.monitor.active:
-            self.gate_up.quantize_input(x)  # for the monitor, which would count permuted tokens k times
-        save = save and self.gate_up.recompute != "mlp"
-        p_quantized, p, saved = self._product(x, layout, factors, weights, save, adapters)
-        rows = self._multiply(p_quantized, quantized_experts(weights.down, self.down), layout, self.down, x.dtype)
-        y = unpermute(rows, layout)
-        if adapters.down is not None:
-            saved = saved._replace(u_down=adapters.down.add_to_tokens(y, p, layout))
-        return y, saved
-
-    def backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        layout: ExpertLayout,
-        factors: torch.Tensor,
-        weights: ExpertWeights,
-        saved: SavedExperts,
-        adapters: ExpertAdapters = NO_ADAPTERS,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, factors, weights and adapters; None for those without."""
-        recipe, down, dtype = self.gate_up, self.down, dy.dtype
-        wants = [weight.requires_grad for weight in weights]
-        of_gate_up = of_down = (None, None)
-        gate_up = saved.gate_up
-        if gate_up is None:
-            *_, recomputed = self._product(x, layout, factors, weights, True, adapters)
-            gate_up = recomputed.gate_up
-        if down.monitor.active:
-            down.quantize_grad_output(dy, wgrad=False)
-        spec = down.grad_output
-        along_tokens = "1x128" if wants[1] else None
-        dy_rowwise, dy_columnwise = permute_quantize(dy, layout, spec.format, "1x128", along_tokens, spec.scale)
-        dp = self._multiply(dy_rowwise, self._transposed(weights.down, down), layout, down, dtype)
-        if adapters.down is not None:
-            du, db = adapters.down.tokens_backward(dy, dp, saved.u_down, layout)
-        uncast = adapters.gate_up is not None, adapters.down is not None
-        gradients = gated_activation_backward(
-            dp, gate_up, self.activation, recipe, down, row_factor=factors, wgrad=any(wants), uncast=uncast
-        )
-        del dp, gate_up, dy_rowwise
-        if adapters.down is not None:
-            of_down = adapters.down.a_backward(du, gradients.product_uncast, layout), db
-        rows = self._multiply(gradients.dgate_up, self._transposed(weights.gate_up, recipe), layout, recipe, dtype)
-        dx = unpermute(rows, layout)
-        del rows
-        if adapters.gate_up is not None:
-            of_gate_up = adapters.gate_up.rows_backward(gradients.dgate_up_uncast, dx, x, saved.u_gate_up, layout)
-        dgate_up = ddown = None
-        if wants[1]:
-            ddown = self._wgrad(dy_columnwise, gradients.product_columnwise, layout, down, weights.down.dtype)
-        if wants[0]:
-            spec = recipe.input
-            _, x_columnwise = permute_quantize(x, layout, spec.format, None, recipe.wgrad_input, spec.scale)
-            dgate_up = self._wgrad(gradients.dgate_up_columnwise, x_columnwise, layout, recipe, weights.gate_up.dtype)
-        return dx, gradients.drow_factor, dgate_up, ddown, *of_gate_up, *of_down
-
-    def _product(
-        self,
-        x: torch.Tensor,
-        layout: ExpertLayout,
-        factors: torch.Tensor,
-        weights: ExpertWeights,
-        save: bool,
-        adapters: ExpertAdapters,
-    ) -> tuple[QuantizedTensor, torch.Tensor | None, SavedExperts]:
-        """Return p [R, F] quantized, p in x's dtype for down's adapter or None, and the saved tensors."""
         spec, u = self.gate_up.input, None
         rows, _ = permute_quantize(x, layout, spec.format, "1x128", None, spec.scale)
-        weight = quantized_experts(weights.gate_up, self.gate_up)
-        gate_up = self._multiply(rows, weight, layout, self.gate_up, x.dtype)
+        gate_up = _multiply(rows, quantized_experts(weight, self.gate_up), layout, self.gate_up, x.dtype)
         if adapters.gate_up is not None:
             u = adapters.gate_up.add_to_rows(gate_up, x, layout)
-        gated = gated_activation_forward(
-            gate_up, self.activation, self.down, save, factors, product=adapters.down is not None
-        )
-        return gated.product, gated.uncast, SavedExperts(gated.saved, u)
+        product = adapters.down is not None
+        return gated_activation_forward(gate_up, self.activation, self.down, save, factors, product), u
 
-    @staticmethod
-    def _transposed(weight: nn.Parameter, recipe: LinearRecipe) -> QuantizedTensor:
-        return transpose(quantized_experts(weight, recipe), len(weight))
 
-    @staticmethod
-    def _multiply(
-        a: QuantizedTensor, b: QuantizedTensor, layout: ExpertLayout, recipe: LinearRecipe, dtype: torch.dtype
-    ) -> torch.Tensor:
-        return grouped_matmul(a, b, layout.groups, backend=recipe.backend, out_dtype=dtype)
+def _multiply(
+    a: QuantizedTensor, b: QuantizedTensor, layout: ExpertLayout, recipe: LinearRecipe, dtype: torch.dtype
+) -> torch.Tensor:
+    return grouped_matmul(a, b, layout.groups, backend=recipe.backend, out_dtype=dtype)
 
-    @staticmethod
-    def _wgrad(
-        dy: QuantizedTensor, x: QuantizedTensor, layout: ExpertLayout, recipe: LinearRecipe, dtype: torch.dtype
-    ) -> torch.Tensor:
-        return grouped_wgrad(dy, x, layout.groups, backend=recipe.backend, out_dtype=dtype)
+
+def _transposed(weight: nn.Parameter, recipe: LinearRecipe) -> QuantizedTensor:
+    return transpose(quantized_experts(weight, recipe), len(weight))
 
 
 class _ExpertProducts(torch.autograd.Function):
@@ -226,11 +144,18 @@ class _ExpertProducts(torch.autograd.Function):
         if not ctx.routed:
             ctx.save_for_backward(*low_rank)
             return torch.zeros_like(x)
-        layout = expert_layout(top_k_index, len(gate_up))
-        factors = row_factors(top_k_weights, layout)
-        y, saved = products.forward(x, layout, factors, ctx.weights, save, ExpertAdapters.of_tensors(low_rank))
+        layout, adapters = expert_layout(top_k_index, len(gate_up)), ExpertAdapters.of_tensors(low_rank)
+        factors, u_down = row_factors(top_k_weights, layout), None
+        if products.gate_up.monitor.active:
+            products.gate_up.quantize_input(x)  # for the monitor, which would count permuted tokens k times
+        saves_gate_up = save and products.gate_up.recompute != "mlp"
+        p, u_gate_up = products.gated(x, layout, factors, gate_up, saves_gate_up, adapters)
+        rows = _multiply(p.product, quantized_experts(down, products.down), layout, products.down, x.dtype)
+        y = unpermute(rows, layout)
+        if adapters.down is not None:
+            u_down = adapters.down.add_to_tokens(y, p.uncast, layout)
         if save:
-            ctx.save_for_backward(x, factors, *layout, *low_rank, *saved[1:], *tensors_of(saved.gate_up))
+            ctx.save_for_backward(x, factors, *layout, *low_rank, u_gate_up, u_down, *tensors_of(p.saved))
         return y
 
     @staticmethod
@@ -246,11 +171,47 @@ class _ExpertProducts(torch.autograd.Function):
             dweights = dy.new_zeros(ctx.weight_shape, dtype=ctx.weight_dtype)
             return torch.zeros_like(dy), None, dweights, *zeros[:2], None, None, *zeros[2:]
         x, factors, *tensors = ctx.saved_tensors
-        layout, adapters = ExpertLayout(*tensors[:5]), ExpertAdapters.of_tensors(tensors[5:9])
-        saved = SavedExperts(saved_from(tensors[11:], ctx.products.down), *tensors[9:11])
-        dx, dfactors, *others = ctx.products.backward(dy, x, layout, factors, ctx.weights, saved, adapters)
-        dweights = pair_values(dfactors, layout).to(ctx.weight_dtype)
-        return dx, None, dweights, *others[:2], None, None, *others[2:]
+        layout, (u_gate_up, u_down) = ExpertLayout(*tensors[:5]), tensors[9:11]
+        of_gate_up, of_down = adapters = ExpertAdapters.of_tensors(tensors[5:9])
+        products, weights, dtype = ctx.products, ctx.weights, dy.dtype
+        recipe, down = products.gate_up, products.down
+        wants = [weight.requires_grad for weight in weights]
+        dgate_up = ddown = None
+        dlow_rank = [None] * 4
+        gate_up = saved_from(tensors[11:], down)
+        if gate_up is None:
+            gate_up = products.gated(x, layout, factors, weights.gate_up, True, adapters)[0].saved
+        if down.monitor.active:
+            down.quantize_grad_output(dy, wgrad=False)
+        #     dp = dy · down_e;  dgate_up = act'(...) dp;  dx = dgate_up · gate_up_e           by expert e
+        #     ddown_e = dyᵀ · p;  dgate_up_e = dgate_upᵀ · x           both sides quantized along the expert's rows
+        spec, along_tokens = down.grad_output, "1x128" if wants[1] else None
+        dy_rowwise, dy_columnwise = permute_quantize(dy, layout, spec.format, "1x128", along_tokens, spec.scale)
+        dp = _multiply(dy_rowwise, _transposed(weights.down, down), layout, down, dtype)
+        if of_down is not None:
+            du, dlow_rank[3] = of_down.tokens_backward(dy, dp, u_down, layout)
+        uncast = of_gate_up is not None, of_down is not None
+        gradients = gated_activation_backward(
+            dp, gate_up, products.activation, recipe, down, row_factor=factors, wgrad=any(wants), uncast=uncast
+        )
+        del dp, gate_up, dy_rowwise
+        if of_down is not None:
+            dlow_rank[2] = of_down.a_backward(du, gradients.product_uncast, layout)
+        rows = _multiply(gradients.dgate_up, _transposed(weights.gate_up, recipe), layout, recipe, dtype)
+        dx = unpermute(rows, layout)
+        del rows
+        if of_gate_up is not None:
+            dlow_rank[:2] = of_gate_up.rows_backward(gradients.dgate_up_uncast, dx, x, u_gate_up, layout)
+        if wants[1]:
+            pair = dy_columnwise, gradients.product_columnwise
+            ddown = grouped_wgrad(*pair, layout.groups, backend=down.backend, out_dtype=weights.down.dtype)
+        if wants[0]:
+            spec = recipe.input
+            _, x_columnwise = permute_quantize(x, layout, spec.format, None, recipe.wgrad_input, spec.scale)
+            pair = gradients.dgate_up_columnwise, x_columnwise
+            dgate_up = grouped_wgrad(*pair, layout.groups, backend=recipe.backend, out_dtype=weights.gate_up.dtype)
+        dweights = pair_values(gradients.drow_factor, layout).to(ctx.weight_dtype)
+        return dx, None, dweights, dgate_up, ddown, None, None, *dlow_rank
 
 
 def expert_products(

@@ -49,17 +49,11 @@ def record(model: nn.Module) -> Iterator[Routes]:
     Raises:
         UserError: The model has no experts, or a layer chooses them without torch.topk.
     """
-    layers = _layers(model)
-    calls: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    choices = [_TopK(name, *layer) for name, layer in _layers(model).items()]
     routes: Routes = {}
-
-    def observe(chosen: torch.Tensor, name: str) -> None:
-        if not in_backward():
-            calls[name].append(chosen.detach().clone())
-
-    with _routed({name: _TopK(name, *layer, functools.partial(observe, name=name)) for name, layer in layers.items()}):
+    with _routed(choices):
         yield routes
-    routes.update({name: torch.cat(chosen) for name, chosen in calls.items() if chosen})
+    routes.update({choice.name: torch.cat(choice.recorded) for choice in choices if choice.recorded})
 
 
 @contextlib.contextmanager
@@ -81,7 +75,7 @@ def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch
     """
     layers, root = _layers(model), getattr(model, "module", model)
     given = _checked(routes, {name: experts for name, (_, experts) in layers.items()})
-    choices = {name: _TopK(name, *layer, replayed=given[name]) for name, layer in layers.items()}
+    choices = [_TopK(name, *layer, given[name]) for name, layer in layers.items()]
     ended = False
 
     def check_inside(gradient: torch.Tensor) -> None:
@@ -110,32 +104,11 @@ def replay(model: nn.Module, routes: Mapping[str, torch.Tensor] | Sequence[torch
         ended = True
         for hook in hooks:
             hook.remove()
-    unused = next((name for name, choice in choices.items() if not choice.calls), None)
+    unused = next((choice.name for choice in choices if not choice.calls), None)
     if unused is not None:
         raise UserError(
             f"no forward of {unused} ran while its routing was replayed", remedy="call the model inside the context"
         )
-
-
-def changed_tokens(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return by layer the share, 0 to 1, of tokens with different sets of experts in two routings.
-
-    Raises:
-        UserError: Layers or tokens differ.
-    """
-    if first.keys() != second.keys():
-        lacking = min(first.keys() ^ second.keys())
-        raise UserError(f"only one of the two routings has {lacking}", remedy="record both from the same model")
-    shares = {}
-    for name, ours in first.items():
-        theirs = second[name].to(ours.device)
-        if ours.shape != theirs.shape:
-            raise UserError(
-                f"routes of {name} are {_size(ours)} and {_size(theirs)}", remedy="record both from the same tokens"
-            )
-        differ = (ours.sort(1).values != theirs.sort(1).values).any(1)
-        shares[name] = differ.double().mean().item()
-    return shares
 
 
 def is_routed(module: nn.Module) -> bool:
@@ -146,28 +119,22 @@ def is_routed(module: nn.Module) -> bool:
 class _TopK(TorchFunctionMode):
     """Records or replaces the torch.topk by which a layer chooses experts."""
 
-    def __init__(
-        self,
-        name: str,
-        around: nn.Module,
-        experts: int,
-        observe: Callable[[torch.Tensor], None] | None = None,
-        replayed: torch.Tensor | None = None,
-    ):
+    def __init__(self, name: str, around: nn.Module, experts: int, replayed: torch.Tensor | None = None):
         super().__init__()
         self.name, self.around, self.calls = name, around, 0
-        self._experts, self._observe, self._replayed = experts, observe, replayed
+        self.recorded: list[torch.Tensor] = []
+        self._experts, self._replayed = experts, replayed
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in (torch.topk, torch.Tensor.topk) or not self._chooses_experts(*args, **kwargs):
-            return func(*args, **kwargs)
-        self.calls += 1
-        if self._replayed is None:
-            result = func(*args, **kwargs)
-            self._observe(result.indices)
-            return result
-        return self._replay(*args, **kwargs)
+        chooses = func in (torch.topk, torch.Tensor.topk) and self._chooses_experts(*args, **kwargs)
+        self.calls += chooses
+        if chooses and self._replayed is not None:
+            return self._replay(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if chooses and not in_backward():  # no recomputation
+            self.recorded.append(result.indices.detach().clone())
+        return result
 
     def _chooses_experts(self, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> bool:
         # groups of experts are chosen from scores of another shape
@@ -200,9 +167,9 @@ class _TopK(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _routed(choices: Mapping[str, _TopK]) -> Iterator[None]:
+def _routed(choices: Sequence[_TopK]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for choice in choices.values():
+        for choice in choices:
             around = choice.around
             if is_routed(around):
                 raise UserError(

@@ -95,11 +95,6 @@ def multiplies_experts(expert_products: str, backend: str) -> bool:
     return expert_products == "fp8" or (expert_products == "auto" and backend in ("cublas", "deep_gemm"))
 
 
-def backend_of_experts(expert_products: str, backend: str) -> str:
-    # DeepGEMM's grouped products never ran: not by "auto"
-    return "cublas" if expert_products == "auto" and backend == "deep_gemm" else backend
-
-
 def shape_of(parameter: torch.Tensor | None) -> torch.Size:
     """Return the full shape of a parameter, sharded by ZeRO-3 or not; empty for None."""
     return torch.Size() if parameter is None else getattr(parameter, "ds_shape", parameter.shape)

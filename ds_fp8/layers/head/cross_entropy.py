@@ -238,10 +238,6 @@ def _quantizes_by_tile(recipe: LinearRecipe, hidden: torch.Tensor, vocabulary: i
 
 def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return x times a scalar FP32 factor, computed in FP32 and rounded once to `dtype`."""
-    if x.is_cuda:
-        from ds_fp8.layers.head import softmax_gradient_triton
-
-        return softmax_gradient_triton.scaled(x, factor, dtype)
     # A vector factor takes part in type promotion: the product is FP32. A scalar would be rounded to x's dtype first.
     return torch.mul(x, factor.view(1), out=torch.empty_like(x, dtype=dtype))
 

@@ -104,7 +104,11 @@ def fuse_loss(model: nn.Module, recipe: LinearRecipe | None = None) -> LossFusio
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     # a forward on the instance hides that of another class
     if "forward" in vars(model) or (head is not None and "forward" in vars(head)):
-        return LossFusion(False, "the model's own forward, which has been replaced on the instance")
+        return LossFusion(
+            False,
+            "the model's own forward, which was replaced on the instance (by TRL, say): whether logits are in memory "
+            "is up to it (TRL's chunked loss has none), and fp8.loss has no effect",
+        )
     if type(head) is not FusedHead:
         reason = _structural_objection(model, head) or _behavioural_objection(model, head)
         if reason:

@@ -1,4 +1,4 @@
-"""The softmax gradient in Triton, in place or quantized, and scaled; cross_entropy.py has the references.
+"""The softmax gradient in Triton, in place or quantized; cross_entropy.py has the references.
 
 In place: one program a row, two reads and one write of the logits. Quantized: the rows' normalisers first, then tiles
 of 128 x 128; two reads, and two writes of half the size.
@@ -105,22 +105,6 @@ def softmax_gradient(
         num_warps=max(1, min(WARPS, block // 256)),
     )
     return losses
-
-
-@triton.jit
-def _scaled(x, factor, result, N, BLOCK: tl.constexpr):
-    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    product = tl.load(x + k, mask=k < N).to(tl.float32) * tl.load(factor)
-    tl.store(result + k, product.to(result.dtype.element_ty), mask=k < N)
-
-
-def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute cross_entropy.scaled in one pass."""
-    x, block = x.contiguous(), 8192
-    result = torch.empty_like(x, dtype=dtype)
-    if x.numel():
-        _scaled[(triton.cdiv(x.numel(), block),)](x, factor.float(), result, x.numel(), BLOCK=block, num_warps=8)
-    return result
 
 
 @triton.jit

@@ -58,21 +58,15 @@ class Adapter(NamedTuple):
     columns: slice  # of y
 
 
-class Adapters(Sequence[Adapter]):
+class Adapters(tuple[Adapter, ...]):
     """Currently active adapters of linears that are multiplied as one, in the order of their columns of y."""
 
-    def __init__(self, linears: Sequence[nn.Module]):
-        self._adapters = []
-        first = 0
+    def __new__(cls, linears: Sequence[nn.Module]) -> Adapters:
+        adapters, first = [], 0
         for linear in linears:
             columns = slice(first, first := first + linear.out_features)
-            self._adapters += (Adapter(*of_linear, columns) for of_linear in _active(linear))
-
-    def __len__(self) -> int:
-        return len(self._adapters)
-
-    def __getitem__(self, index):
-        return self._adapters[index]
+            adapters += (Adapter(*of_linear, columns) for of_linear in _active(linear))
+        return super().__new__(cls, adapters)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -94,7 +88,9 @@ class Adapters(Sequence[Adapter]):
         if self._drops:
             parts = []
             for index, adapter in enumerate(self):
-                dropped, masks[index] = _dropped(x, adapter.dropout)
+                dropped = x
+                if adapter.dropout:
+                    dropped, masks[index] = torch.ops.aten.native_dropout(x, adapter.dropout, True)
                 parts.append(dropped @ self._a(x.dtype, norm, [adapter]).t())
             u = torch.cat(parts, 1)
         else:
@@ -117,12 +113,14 @@ class Adapters(Sequence[Adapter]):
         for (adapter, u), own in zip(self._slices(saved), du.split(self._ranks, 1), strict=True):
             dy_i, b, s = dy[:, adapter.columns], adapter.b, adapter.scale
             torch.addmm(own, dy_i, b.to(dy.dtype), beta=0, alpha=s, out=own)
-            gradients.append(_scaled_product(dy_i.t(), u, s).to(b.dtype) if b.requires_grad else None)
+            # beta 0: nothing is read of the scalar
+            db = torch.addmm(dy.new_empty(()), dy_i.t(), u, beta=0, alpha=s) if b.requires_grad else None
+            gradients.append(db if db is None else db.to(b.dtype))
         return du, gradients
 
-    def add_to_input(self, dn: torch.Tensor, du: torch.Tensor | None, saved: SavedAdapters) -> None:
-        """Add du A to dn [T, K] in place."""
-        if not self:
+    def add_to_input(self, dn: torch.Tensor | None, du: torch.Tensor | None, saved: SavedAdapters) -> None:
+        """Add du A to dn [T, K] in place; nothing without dn."""
+        if not self or dn is None:
             return
         if not self._drops:
             dn.addmm_(du, self._a(dn.dtype))
@@ -161,13 +159,13 @@ class Adapters(Sequence[Adapter]):
     def backward(
         self,
         dy: torch.Tensor,
-        dn: torch.Tensor,
+        dn: torch.Tensor | None,
         saved: SavedAdapters,
         x: torch.Tensor | None,
         rstd: torch.Tensor | None = None,
         norm: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
-        """Add the adapters' dn in place; return the gradients of `parameters`."""
+        """Add the adapters' dn in place, if there is a dn; return the gradients of `parameters`."""
         du, db = self.output_backward(dy, saved)
         self.add_to_input(dn, du, saved)
         return self.in_order(self.a_backward(du, x, saved, rstd, norm), db)
@@ -206,14 +204,5 @@ def _active(linear: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, flo
             yield linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name], share
 
 
-def _dropped(x: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.ops.aten.native_dropout(x, share, True) if share else (x, None)
-
-
 def _factor(share: float) -> float:
     return 1 / (1 - share) if share < 1 else 0.0
-
-
-def _scaled_product(x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-    result = torch.empty(len(x), y.shape[1], dtype=x.dtype, device=x.device)
-    return torch.addmm(result, x, y, beta=0, alpha=scale, out=result)

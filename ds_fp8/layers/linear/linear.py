@@ -108,17 +108,12 @@ class _FP8LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # rounding has no derivative: double backward raises instead of returning zeros
     def backward(ctx, dy: torch.Tensor):
-        adapters, wants, of_adapters = ctx.adapters, ctx.needs_input_grad[:2], []
+        adapters, wants = ctx.adapters, ctx.needs_input_grad[:2]
         dy_TN, saved = dy.reshape(-1, dy.shape[-1]), list(ctx.saved_tensors)
         low_rank, saved = saved[: adapters.saved_count], saved[adapters.saved_count :]
-        x, saved = (saved[0], saved[1:]) if adapters else (None, saved)
+        x, saved = (saved[0].reshape(-1, saved[0].shape[-1]), saved[1:]) if adapters else (None, saved)
         dx, dw = ctx.products.backward(dy_TN, ctx.weight, ctx.recipe, ctx.save, saved, wants, ctx.input_dtype)
-        if adapters:
-            du, db = adapters.output_backward(dy_TN, low_rank)
-            if wants[0]:
-                adapters.add_to_input(dx, du, low_rank)
-            da = adapters.a_backward(du, x.reshape(-1, x.shape[-1]), low_rank)
-            of_adapters = adapters.in_order(da, db)
+        of_adapters = adapters.backward(dy_TN, dx, low_rank, x)
         dx = None if dx is None else dx.view(ctx.input_shape)
         return dx, dw, None, None, None, None, *of_adapters
 

@@ -155,7 +155,7 @@ class LinearRecipe:
         return quantize(gate_up, "e4m3", *self._of_gate_up)
 
     def saved_gate_up(self, data: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
-        """Return the quantized gate and up, from their data and scale saved for backward."""
+        """Return `quantize_gate_up`'s result from its data and scale."""
         return QuantizedTensor(data, scale, *self._of_gate_up)
 
     def quantize_grad_output(
@@ -193,13 +193,9 @@ class LinearRecipe:
         column_factor: Factor = None,
     ) -> None:
         """Measure the error of quantized x · factors; no cost outside measured steps."""
-        if not self.monitor.active:
-            return
-        if row_factor is not None or column_factor is not None:
-            # The error is relative to x · factors.
-            x = _factored(x, row_factor, column_factor)
-        self.monitor.observe(tensor_class, x, quantized, self.name)
 
+        def product(rows: slice) -> torch.Tensor:
+            return apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)
 
-def _factored(x: torch.Tensor, row_factor: Factor, column_factor: Factor) -> Rows:
-    return lambda rows: apply_factors(x[rows], None if row_factor is None else row_factor[rows], column_factor)
+        has_factors = row_factor is not None or column_factor is not None
+        self.monitor.observe(tensor_class, product if has_factors else x, quantized, self.name)

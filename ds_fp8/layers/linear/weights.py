@@ -40,22 +40,9 @@ class WeightGroup(tuple):
         return WeightGroup, ()
 
 
-def unshard_for_backward(weight: nn.Parameter) -> None:
-    """Unshard the layer of a weight for backward, if ZeRO-3 has not."""
-    gather = getattr(weight, BEFORE_BACKWARD, None)
-    if gather is not None:
-        gather()
-
-
 def group_of(weight: nn.Parameter) -> tuple[nn.Parameter, ...]:
     """Return all weights that are multiplied as one with this weight, in stacking order."""
     return getattr(weight, GROUP, ()) or (weight,)
-
-
-def quantized_weight(weight: torch.Tensor, recipe: LinearRecipe) -> QuantizedTensor:
-    """Return the quantized weight [N, K]: all-gathered in FP8, or quantized here from high precision."""
-    quantized = getattr(weight, UNSHARDED, None)
-    return recipe.quantize_weight(weight) if quantized is None else quantized
 
 
 def can_stack(rows: Sequence[int], granularity: str) -> bool:
@@ -68,17 +55,13 @@ def can_stack(rows: Sequence[int], granularity: str) -> bool:
 def stacked_weight(weights: Sequence[nn.Parameter], recipe: LinearRecipe) -> QuantizedTensor:
     """Return the weights [N_i, K] stacked as one quantized weight [sum N_i, K].
 
-    Scales per tensor become scales per row, but constant scales stay.
-
-    Raises:
-        ValueError: Blocks would straddle two weights (`can_stack`).
+    Scales per tensor become scales per row, but constant scales stay. No block straddles two weights (`can_stack`).
     """
-    operands = [quantized_weight(weight, recipe) for weight in weights]
+    # all-gathered in FP8, or quantized here from high precision
+    operands = [getattr(weight, UNSHARDED, None) or recipe.quantize_weight(weight) for weight in weights]
     if len(operands) == 1:
         return operands[0]
     first = operands[0]
-    if not can_stack([operand.shape[0] for operand in operands], first.granularity):
-        raise ValueError(f"{first.granularity} blocks would straddle two stacked weights")
     # torch.cat supports bytes on every device, not FP8.
     data = _stacked([operand.data.view(torch.uint8) for operand in operands]).view(first.data.dtype)
     if first.granularity == "128x128":

@@ -32,10 +32,11 @@ class Html(str):
 
 
 def tag(_name: str, /, *children: Any, **attributes: Any) -> Html:
-    """Return an element; children that are not Html are text, and attributes that are None are left out."""
+    """Return an element; children are Html, text or lists of both, and None, as attribute too, is left out."""
     given = (f' {key.strip("_").replace("_", "-")}="{escape(str(value))}"'
              for key, value in attributes.items() if value is not None)  # fmt: skip
-    inner = (child if isinstance(child, Html) else escape(str(child), quote=False) for child in children)
+    flat = (each for child in children for each in (child if isinstance(child, list) else [child]))
+    inner = (each if isinstance(each, Html) else escape(str(each), quote=False) for each in flat if each is not None)
     return Html(f"<{_name}{''.join(given)}>{''.join(inner)}</{_name}>")
 
 
@@ -93,6 +94,7 @@ def chart(
 
     Args:
         late: the first steps do not set the range of the axis.
+        log: the values are logarithms to the base 10.
         bands: by their labels, how far bands around 0 reach to both sides.
         names: of the places on the x axis, in place of steps.
     """
@@ -102,25 +104,24 @@ def chart(
     shown = [line for line in lines if line.in_range] or lines
     values = [value for line in shown for value in (line.late() if late else ()) or line.values]
     values += [edge for each in (bands or {}).values() for edge in (each, -each)]
-    scale = math.log10 if log and min(values) > 0 else float
-    low, high = scale(min(values)), scale(max(values))
+    low, high = min(values), max(values)
     room = 0.07 * (high - low) or 0.1 * abs(high) or 1.0
-    low, high = 0.0 if from_zero else low - room, high + room
+    low, high = min(low, 0.0) if from_zero else low - room, high + room
     last = max(line.steps[-1] for line in lines)
 
     def x(step: float) -> float:
         return 8 + (WIDTH - LEFT - 16) * (step / last if last else 0.5)
 
     def y(value: float) -> float:
-        share = (scale(value) - low) / (high - low) if scale is float or value > 0 else -1.0
+        share = (value - low) / (high - low)
         return (HEIGHT - TOP - BOTTOM) * (1 - max(-9.0, min(share, 9.0)))
 
     digits = max(0, -math.floor(math.log10((high - low) * 20)))
     axis, inside, keys = [], [], []
-    for tick in _log_ticks(low, high) if scale is math.log10 else ticks(low, high):
+    for tick in ticks(low, high):
         at = f"{TOP + y(tick):.1f}"
         axis.append(tag("line", x1=LEFT, x2=WIDTH, y1=at, y2=at, style="stroke:var(--line)"))
-        text = f"{tick:.{digits}%}" if percent else f"{tick:.6g}"
+        text = f"{10**tick:.2g}" if log else f"{tick:.{digits}%}" if percent else f"{tick:.6g}"
         axis.append(tag("text", text, x=LEFT - 6, y=at, dy="0.35em", text_anchor="end"))
     for step, text in enumerate(names) if names else ((n, f"{n:g}") for n in ticks(0, last) if n == int(n)):
         axis.append(tag("text", text, x=f"{LEFT + x(step):.1f}", y=HEIGHT - BOTTOM + 14, text_anchor="middle"))
@@ -147,16 +148,6 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     unit = 10.0 ** math.floor(math.log10((high - low) / most))
     unit *= next(n for n in (1, 2, 5, 10) if (high - low) / (n * unit) <= most)
     return [n * unit for n in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers whose logarithms are from `low` to `high`."""
-    for numbers in ((1, 2, 5), (1,)):
-        found = [n * 10.0**e for e in range(math.floor(low), math.ceil(high) + 1) for n in numbers]
-        found = [number for number in found if low <= math.log10(number) <= high]
-        if len(found) <= 7:
-            break
-    return found[:: -(-len(found) // 7)] if len(found) > 1 else ticks(10**low, 10**high)
 
 
 def losses(pair: Comparison) -> Html | None:
@@ -212,8 +203,10 @@ def over_steps(pair: Comparison) -> list[Html]:
     keys["auxiliary_loss"] = "Auxiliary loss"
     found = []
     for key, title in keys.items():
-        lines = _curves(pair, lambda run, key=key: run.series(key))
         log = key == "gradient_norm"  # in every stage, so that one with a spike looks like the others
+        lines = _curves(pair, lambda run, key=key: run.series(key))
+        for line in lines if log else ():
+            line.values = [math.log10(max(value, 1e-30)) for value in line.values]
         found.append(chart(title, f"{title} over the steps, {pair.name}", lines, log=log, from_zero=not log))
     for key, (title, worst, name) in ROUTING.items():
         lines = _curves(pair, lambda run, key=key: run.routing(key), " mean")

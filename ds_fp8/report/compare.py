@@ -197,10 +197,11 @@ def check_folders(points: Iterable[str]) -> None:
 def run_each(
     names: Sequence[str], finished: Container[str], run: Callable[[str], None], say: Callable[[str], None]
 ) -> None:
-    """Call `run` with the name of each variant that has not finished, one after the other."""
+    """Call `run` with the name of each variant that has not finished; of the stage as it is that is empty."""
     for number, name in enumerate(names, 1):
         done = name in finished
-        say(f"\n== {number} of {len(names)}: {name or 'the stage'}{', finished before' if done else ''}")
+        if name:
+            say(f"\n== {number} of {len(names)}: {name}{', finished before' if done else ''}")
         if not done:
             run(name)
 

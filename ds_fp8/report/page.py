@@ -159,34 +159,36 @@ def page(points: Points, verdict: Verdict, title: str, tolerance: float = TOLERA
     elif len(pairs) > 1 and len(points) == 1:
         pictures = [charts.gaps_of_seeds(pairs, seed_noise(pairs), tolerance)]
     (line, *rest), kind = str(verdict).split("\n"), verdict.word.replace(" ", "-")
-    body = [
+    fp8 = next((run for run in pairs[0].columns.values() if run.kind == "fp8"), None)
+    body = tag(
+        "body",
         tag("h1", title),
         tag("p", tag("b", verdict.word), line.removeprefix(verdict.word), class_=f"verdict {kind}"),
-        *([_overview(points, grid)] if pairs[0].other else []),
-        *more,
-        *(tag("p", line, class_="muted") for line in rest),
-        *([tag("p", EMULATED, class_="note")] if pairs[0].run.result["device"] == "cpu" else []),
+        _overview(points, grid) if pairs[0].other else None,
+        list(more),
+        [tag("p", line, class_="muted") for line in rest],
+        tag("p", EMULATED, class_="note") if pairs[0].run.result["device"] == "cpu" else None,
         _facts(pairs),
-        tag("div", *filter(None, pictures), class_="columns"),
-        *([tag("p", DIVERGED, class_="muted")] if grid else (_stage(pair, tolerance) for pair in pairs)),
-    ]
-    fp8 = next((run for run in pairs[0].columns.values() if run.kind == "fp8"), None)
-    body += [_start_report(fp8)] if fp8 and not grid else []
+        tag("div", pictures, class_="columns"),
+        tag("p", DIVERGED, class_="muted") if grid else [_stage(pair, tolerance) for pair in pairs],
+        _what_ran(fp8) if fp8 and not grid else None,
+    )
     css = Html((Path(__file__).parent / "report.css").read_text(encoding="utf-8"))
     head = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
                 '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">')  # fmt: skip
     head = tag("head", head, tag("title", title), tag("style", css))
-    return f"<!doctype html>\n{tag('html', head, tag('body', *body), lang='en')}\n"
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", kind: str | None = None) -> Html:
-    head = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in columns)))
-    body = []
-    for name, *cells in rows:
-        cells = (cell if isinstance(cell, Html) else tag("td", cell) for cell in cells)
-        body.append(tag("tr", tag("th", name, scope="row"), *cells))
-    captions = [tag("caption", caption)] if caption else []
-    return tag("div", tag("table", *captions, head, tag("tbody", *body), class_=kind), class_="scroll")
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str | None = None, kind: str = "") -> Html:
+    """Return a table; cells that are Html are its <td>."""
+    head = tag("thead", tag("tr", [tag("th", name, scope="col") for name in columns]))
+    body = [
+        tag("tr", tag("th", name, scope="row"), [c if isinstance(c, Html) else tag("td", c) for c in cells])
+        for name, *cells in rows
+    ]
+    above = caption and tag("caption", caption)
+    return tag("div", tag("table", above, head, tag("tbody", body), class_=kind or None), class_="scroll")
 
 
 def number(value: float | None, shape: str, unit: float = 1.0) -> str:
@@ -246,25 +248,24 @@ def _facts(pairs: Sequence[Comparison]) -> Html:
 
 
 def _stage(pair: Comparison, tolerance: float) -> Html:
-    pictures = [charts.losses(pair), charts.gap(pair, tolerance), *charts.over_steps(pair)]
-    columns = pair.columns
+    columns, differences = pair.columns, [[key, *map(_words, values)] for key, *values in pair.differences()]
     worries = [tag("li", f"{label}: {line}") for label, run in columns.items() for line in concerns(run)]
     folders = ", ".join(f"{label}: {run.folder}" for label, run in columns.items())
-    differences = [[key, *map(_words, values)] for key, *values in pair.differences()]
-    parts = [
+    pictures = [charts.losses(pair), charts.gap(pair, tolerance), *charts.over_steps(pair)]
+    summary = f"Differences between the configurations: {len(differences)}"
+    return tag(
+        "section",
         tag("h2", pair.name),
         tag("p", f"{folders} (model/, metrics.jsonl, checkpoints/)", class_="muted"),
-        *([tag("ul", *worries, class_="note")] if worries else []),
-        tag("div", _figures(pair), *filter(None, pictures), class_="columns"),
-        *_answers(pair),
-        *(part for label, run in columns.items() for part in _health(label, run)),
-        *([_fold(f"Differences between the configurations: {len(differences)}",
-                 table(["key", *columns], differences, kind="words"))] if differences else []),
-    ]  # fmt: skip
-    return tag("section", *parts)
+        tag("ul", worries, class_="note") if worries else None,
+        tag("div", _figures(pair), pictures, class_="columns"),
+        _answers(pair),
+        [part for label, run in columns.items() for part in _health(label, run)],
+        _fold(summary, table(["key", *columns], differences, kind="words")) if differences else None,
+    )
 
 
-def _fold(summary: str, *content: Html) -> Html:
+def _fold(summary: str, *content: Any) -> Html:
     return tag("details", tag("summary", summary), *content)
 
 
@@ -303,9 +304,8 @@ def _answers(pair: Comparison) -> list[Html]:
                 given.append(tag("div", tag("dt", f"{label} ", mark), tag("dd", answers[prompt]["generated"].strip())))
             expected = tag("p", f"expected: {sample['expected']}", class_="muted")
             found.append(tag("article", tag("p", prompt.strip()), expected, tag("dl", *given), class_="answer"))
-    more = found[OPEN_ANSWERS:]
-    folded = [_fold(f"{len(more)} more", *more)] if more else []
-    return [tag("h3", "Answers"), *found[:OPEN_ANSWERS], *folded] if found else []
+    opened, more = found[:OPEN_ANSWERS], found[OPEN_ANSWERS:]
+    return [tag("h3", "Answers"), *opened, *([_fold(f"{len(more)} more", more)] if more else [])] if found else []
 
 
 def _health(label: str, run: RunRecord) -> list[Html]:
@@ -346,13 +346,13 @@ def _layer_of(site: str) -> str:
     return f"layer {found.group(1)}" if found else site
 
 
-def _start_report(run: RunRecord) -> Html:
+def _what_ran(run: RunRecord) -> Html:
     hidden = ("enabled", "notes", "torch", "deepspeed", "ranks", "parameters", "left_in_bf16", "kept_in_bf16")
     report = {key: value for key, value in run.result["fp8"].items() if key not in hidden}
     rows = [[key.replace("_", " "), _words(value)] for key, value in report.items() if value not in (None, [], {}, "")]
     notes = [tag("li", f"{note[:1].upper()}{note[1:]}.") for note in run.result["fp8"].get("notes", [])]
     fold = _fold(f"Start report of {run.folder.name}", table(["", "value"], rows, kind="words"))
-    return tag("section", tag("h2", "What ran in FP8"), *([tag("ul", *notes)] if notes else []), fold)
+    return tag("section", tag("h2", "What ran in FP8"), tag("ul", notes), fold)
 
 
 def _words(value: Any) -> str:

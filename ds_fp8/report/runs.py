@@ -74,7 +74,7 @@ class RunRecord:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def losses(self, key: str) -> dict[int, float]:
-        """Return losses of a kind by step; where nothing is cast, those in BF16 are the validation losses."""
+        """Return losses of a kind by step; where nothing is quantized, those in BF16 are the validation losses."""
         steps, losses = self.series(key)
         return dict(zip(steps, losses, strict=True)) if steps or key != BF16_LOSS else self.losses("validation_loss")
 

@@ -107,7 +107,7 @@ def judge_seeds(found: Sequence[Comparison], tolerance: float = TOLERANCE, best:
     elif WORSE in words or fewer:
         word, reason = WORSE, f"FP8 {'has a higher final loss' if WORSE in words else 'answers less'} {after}"
     elif count == 1:
-        word, reason = UNDECIDED, f"one seed of {steps:,} steps decides nothing, `{MORE_SEEDS}` can"
+        word, reason = UNDECIDED, f"one seed of {steps:,} steps decides nothing, {MORE_SEEDS} can"
     elif UNDECIDED in words:
         word, reason = UNDECIDED, f"the gap {after} may be chance, more steps or seeds decide"
     else:

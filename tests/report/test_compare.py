@@ -43,7 +43,6 @@ from ds_fp8.train import load_stage
 from tests.browser import look
 from tests.report.runs import finished_run
 from tests.train.conftest import ROOT
-from tests.train.tiny_stage import RESULT
 
 # ---------------------------------------------------------------- the points of a grid
 
@@ -90,11 +89,10 @@ def test_a_grid_of_the_command_line(points):
     assert [each.settings["fp8.linear"] for each in objects] == [{"input": {"format": "int8"}}, {}]
 
 
-def test_words_that_are_no_grid():
-    for word in ("", "train.seed", "=1", "train.seed= "):
-        with pytest.raises(UserError, match="KEY=VALUE") as error:
-            read_points(None, 1, [word])
-        assert "--grid" in error.value.remedy
+@pytest.mark.parametrize("word", ["", "train.seed", "=1", "train.seed= "])
+def test_words_that_are_no_grid(word):
+    with pytest.raises(UserError, match="KEY=VALUE"):
+        read_points(None, 1, [word])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,7 @@ def test_one_seed_has_no_noise_and_decides_nothing(tmp_path):
     figures = point_of(seeds_of(tmp_path, [2.002], [2.0], steps=5000))
     assert figures["seed_noise"] is figures["gap_standard_error"] is None
     assert figures["verdict"] == "undecided"
-    assert figures["reason"] == "one seed of 5,000 steps decides nothing, `ds-fp8 parity --seeds 3` can"
+    assert figures["reason"] == "one seed of 5,000 steps decides nothing, ds-fp8 parity --seeds 3 can"
 
 
 @pytest.mark.parametrize(
@@ -460,27 +458,37 @@ def test_points_of_one_folder_are_refused(given):
     assert caught.value.remedy
 
 
-def test_fp8_that_ends_above_bf16_is_trained_again(tiny, write, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def trained(tiny, write, tmp_path, monkeypatch):
+    """`trained(option, ...)`: `ds-fp8 parity`, whose runs end at 5.0, in FP8 at 5.02, of 18 steps at 4.99; its runs."""
     file, made = write(tiny), {}
 
     def finish(file, ranks, changes):
         stage = load_stage(file, changes, ranks)
-        made[stage.run_dir.relative_to(tmp_path).parts[1]] = stage.train
-        loss = {(False, 12): 5.0, (True, 12): 5.02, (True, 18): 4.99}[stage.fp8.enabled, stage.train.steps]
+        made[stage.run_dir] = stage.train
+        loss = 5.0 if not stage.fp8.enabled else 4.99 if stage.train.steps == 18 else 5.02
         finished_run(stage.run_dir, loss, 10, 0.5, stage.fp8.enabled, steps=stage.train.steps)
         (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
 
+    def run(*options):
+        assert main(["parity", str(file), "--out", str(tmp_path / "out"), "--gpus", "1", *options]) == 1
+        return made
+
     monkeypatch.setattr(command, "train_once", finish)
-    words = ["parity", str(file), "--out", str(tmp_path / "out"), "--gpus", "1", "--steps", "12", "--more", "0.5"]
+    return run
+
+
+def test_fp8_that_ends_above_bf16_is_trained_again(trained, tmp_path, capsys):
     for _ in range(2):  # the second time all is there
-        assert main([*words, "--tolerance", "0.01"]) == 1
-        assert list(made) == ["fp8", "bf16", LONGER]
+        made = trained("--steps", "12", "--more", "0.5", "--tolerance", "0.01")
+        assert [folder.relative_to(tmp_path / "out").parts[0] for folder in made] == ["fp8", "bf16", LONGER]
         printed = capsys.readouterr().out
         assert "\nundecided: 12 steps decide nothing, 200 may\n" in printed
         rows = [line.split("  ") for line in printed.splitlines() if line.startswith("FP8  ")]
         assert [row[0] for row in rows] == ["FP8", "FP8"]
         assert " 16 " in "  ".join(rows[0])  # 12 + 6 * 2 / 3
-    assert (made[LONGER].steps, made[LONGER].schedule.warmup) == (18, 2 / 12)
+    *_, longer = made.values()
+    assert (longer.steps, longer.schedule.warmup) == (18, 2 / 12)
     assert [train.eval_bf16 for train in made.values()] == [True, True, False]
     figures = json.loads((tmp_path / "out" / "parity.json").read_text())["points"][""]
     assert figures["to_bf16_loss"]["steps"] == pytest.approx(16)
@@ -515,34 +523,13 @@ def test_a_whole_grid_and_the_same_again_without_training(tiny, write, cache_hom
     assert "<svg" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        (["--steps", "12"], None),
-        (["--steps", "20"], "--steps"),
-        (["--steps", "12", "--set", "data.seed=5"], "data.seed"),
-    ],
-)
-def test_finished_runs_are_taken_as_they_are_if_they_are_the_same(tiny, write, tmp_path, monkeypatch, changes, key):
+def test_finished_runs_are_taken_as_they_are_if_they_are_the_same(trained):
     """Not their figures for those of another stage, nor their weights trained on by another schedule."""
-    file, made = write(tiny), []
-
-    def finish(file, ranks, changes):
-        made.append(changes)
-        stage = load_stage(file, changes, ranks)
-        stage.run_dir.mkdir(parents=True)
-        (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
-        (stage.run_dir / "result.json").write_text(json.dumps(RESULT | {"steps": stage.train.steps}))
-        (stage.run_dir / "metrics.jsonl").write_text('{"step": 12, "loss": 5.0}\n')
-
-    monkeypatch.setattr(command, "train_once", finish)
-    words = ["parity", str(file), "--out", str(tmp_path / "out"), "--gpus", "1", "--grid", GRID_OF_RATES]
-    main([*words, "--steps", "12"])
-    assert len(made) == 4
-    if key is None:
-        main([*words, *changes])
-    else:
+    same = ["--grid", GRID_OF_RATES, "--steps"]
+    before = dict(trained(*same, "12"))
+    assert len(before) == 4
+    assert trained(*same, "12") == before
+    for changes, key in ((["20"], "--steps"), (["12", "--set", "data.seed=5"], "data.seed")):
         with pytest.raises(UserError) as caught:
-            main([*words, *changes])
+            trained(*same, *changes)
         assert caught.value.key == key
-    assert len(made) == 4

@@ -121,7 +121,7 @@ def chart(
     for tick in ticks(low, high):
         at = f"{TOP + y(tick):.1f}"
         axis.append(tag("line", x1=LEFT, x2=WIDTH, y1=at, y2=at, style="stroke:var(--line)"))
-        text = f"{10**tick:.2g}" if log else f"{tick:.{digits}%}" if percent else f"{tick:.6g}"
+        text = f"{float(f'{10**tick:.2g}'):g}" if log else f"{tick:.{digits}%}" if percent else f"{tick:.6g}"
         axis.append(tag("text", text, x=LEFT - 6, y=at, dy="0.35em", text_anchor="end"))
     for step, text in enumerate(names) if names else ((n, f"{n:g}") for n in ticks(0, last) if n == int(n)):
         axis.append(tag("text", text, x=f"{LEFT + x(step):.1f}", y=HEIGHT - BOTTOM + 14, text_anchor="middle"))

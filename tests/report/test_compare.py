@@ -310,11 +310,21 @@ def test_a_grid_counts_divergence_and_spikes(tmp_path):
     assert figures["points"]["lr 0.004"]["diverged"] == {"fp8": 2, "bf16": 0}
     assert figures["points"]["lr 0.001"]["gap"] == pytest.approx(0.002)
     assert figures["points"]["lr 0.001"]["verdict"] == "as good"
-    text = write_parity(found, tmp_path, "grid")[1].read_text()
-    row = text[text.index('<th scope="row">lr 0.001') :].partition("</tr>")[0]
-    assert [cell.partition("</td>")[0] for cell in row.split("<td>")[1:]] == [
+    assert cells_of(found, tmp_path, "lr 0.001") == [
         *("400", "0.5010", "0.5000", "+0.20% ± 0.00%", "0 of 2", "0 of 2", "2", "0"),
     ]
+
+
+def cells_of(found, folder, point):
+    """Return the cells of a point in the table on the page."""
+    text = write_parity(found, folder, "grid")[1].read_text()
+    row = text[text.index(f'<th scope="row">{point}') :].partition("</tr>")[0]
+    return [cell.partition("</td>")[0] for cell in row.split("<td>")[1:]]
+
+
+def test_the_gap_of_a_point_is_that_of_the_seeds_at_which_both_trained(tmp_path):
+    found = grid_in(tmp_path / "runs", {("fp8", 0.004, 6): 3.31})
+    assert cells_of(found, tmp_path, "lr 0.004")[3:5] == ["+0.20%", "1 of 2"]
 
 
 def test_points_at_which_neither_trains_leave_the_verdict_to_the_others(tmp_path):

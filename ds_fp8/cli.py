@@ -20,7 +20,7 @@ COMMANDS = {
     "sensitivity": "measure which casts cost a model the most, and propose what to keep in BF16",
     "export": "write a Hugging Face folder in BF16 or FP8",
     "evaluate": "measure perplexity and exact match of a Hugging Face folder",
-    "report": "compare finished FP8 runs with their BF16 twins",
+    "report": "compare finished FP8 runs with their BF16 runs",
     "check": "check a DeepSpeed JSON, a stage, or a model and data, without training",
     "configs": "list the configurations that come with ds_fp8",
 }
@@ -30,7 +30,7 @@ PRINTING = ("configs", "estimate", "check")
 EXIT_PIPE = 141  # As a shell tells of programs that SIGPIPE ended
 # Modules of the extra "recipe"
 OF_THE_RECIPE = (
-    *("accelerate", "datasets", "sentencepiece", "google", "wandb", "tensorboard", "psutil", "xxhash", "matplotlib"),
+    *("accelerate", "datasets", "sentencepiece", "google", "wandb", "tensorboard", "psutil", "xxhash"),
     "jinja2",
 )
 

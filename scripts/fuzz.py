@@ -308,9 +308,10 @@ class Judges(FolderJudges):
         load_stage(self.file("stage.json", content))
 
     def sweeps(self, raw: Any) -> None:
-        from ds_fp8.memory.sweep import check_points, read_sweep
+        from ds_fp8.memory.sweep import check_points
+        from ds_fp8.report.compare import read_points
 
-        _, points = read_sweep(self.file("sweep.json", json.dumps(raw)), gpus=1)
+        points = read_points(self.file("sweep.json", json.dumps(raw)))
         check_points(points[:5], CONFIGS / "quickstart" / "cpt.json")
 
     def data(self, case: tuple[str, bytes, str]) -> None:

@@ -168,7 +168,7 @@ class FolderJudges:
                 "ds_fp8.train.processes.init_distributed",
                 "ds_fp8.export.export_checkpoint",
                 "ds_fp8.report.page.write_report",
-                "ds_fp8.report.parity.write_parity",
+                "ds_fp8.report.compare.write_parity",
             ):
                 work.enter_context(mock.patch(name, _started))
             work.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -293,7 +293,7 @@ def test_a_wheel_in_an_empty_folder_estimates_trains_exports_reports_and_evaluat
         [*base, "figures/chats.json", *chat, *three, "--set", "train_micro_batch_size_per_gpu=1"],
         [*base, "figures/other.json", *chat, "--set", "data.chat_template=template"],
     )
-    assert "Healthy: no step skipped" in printed
+    assert "ran: no step skipped" in printed
     assert " in 1 steps of FP8" in printed
     assert "</html>" in (installed.empty / "run/report.html").read_text()
     assert "7 layers in FP8" in printed
@@ -322,10 +322,10 @@ def _write_base_model(folder: Path) -> None:
 
 
 def test_a_command_without_the_recipes_packages_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "ds_fp8.report.page", raising=False)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UserError, match="ds-fp8 report needs jinja2, which is not installed") as caught:
-        main(["report", "run"])
+    monkeypatch.delitem(sys.modules, "ds_fp8.memory.sweep", raising=False)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(UserError, match="ds-fp8 sweep needs psutil, which is not installed") as caught:
+        main(["sweep", "quickstart/cpt.json", "--plan"])
     assert "[recipe]" in caught.value.remedy
 
 

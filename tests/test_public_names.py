@@ -32,7 +32,7 @@ def test_no_name_is_that_of_a_module():
 
 PROGRAM = """
 import sys
-extras = "datasets sentencepiece wandb tensorboard xxhash matplotlib trl peft".split()
+extras = "datasets sentencepiece wandb tensorboard xxhash trl peft".split()
 sys.modules.update(dict.fromkeys(extras))  # as after `pip install ds-fp8` without extras
 import ds_fp8
 assert {*ds_fp8.__all__, "__version__"} <= set(dir(ds_fp8))

@@ -174,24 +174,23 @@ def add_grid(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", metavar="FILE", help="file with a grid or with named points")
 
 
-def read_points(arguments: argparse.Namespace, own: Mapping[str, str] | None = None) -> dict[str, tuple[str, ...]]:
+def points_of(arguments: argparse.Namespace, own: Mapping[str, str] | None = None) -> dict[str, tuple[str, ...]]:
     """Return the changes KEY=VALUE of every point by its name; without a grid the stage itself, named "".
 
-    Points may not change the keys in `own`, which the command sets for every run; beside each is the remedy.
+    Points may not change the keys in `own`, which the command sets for every run; with each is the remedy.
     """
-    from ds_fp8.memory.sweep import GPUS, read_sweep
+    from ds_fp8.report.compare import GPUS, Point, read_points
 
-    varied, points = {change.partition("=")[0] for change in arguments.set}, []
-    if arguments.grid or arguments.sweep is not None:
-        config, points = read_sweep(arguments.sweep and config_file(arguments.sweep), 1, arguments.grid)
-        varied.update(*(config.set, config.grid, *(named.set for named in config.points)))
-    if GPUS in varied:
+    file = arguments.sweep and config_file(arguments.sweep)
+    points = read_points(file, 0, arguments.grid) if arguments.grid or file else [Point("", {}, 0)]
+    changed, given = ({key for point in points for key, _ in flat(point.settings)},
+                      {change.partition("=")[0] for change in arguments.set})  # fmt: skip
+    if any(point.gpus for point in points) or GPUS in given:
         raise UserError("all points of a comparison need the same number of ranks", key=GPUS, remedy="--gpus 4")
-    if "fp8.enabled" in varied:
+    if "fp8.enabled" in changed | given:
         raise UserError(
             "a comparison runs every point with FP8 and with BF16 already", key="fp8.enabled", remedy="leave it out"
         )
-    changed = {key for point in points for key, _ in flat(point.settings)}
     if own and (refused := next((key for key in own if key in changed), None)):
         raise UserError("a comparison sets this itself, for every run", key=refused, remedy=own[refused])
-    return {point.name: tuple(point.overrides(measuring=False)) for point in points} or {"": ()}
+    return {point.name: tuple(point.changes()) for point in points}

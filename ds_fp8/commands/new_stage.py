@@ -9,6 +9,7 @@ import shutil
 import threading
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -35,9 +36,9 @@ HELD_OUT, MOST_HELD_OUT = 0.05, 500  # Share of the examples for validation, and
 # Peak learning rates, and parameters of a large model
 RATES, LARGE = {"adapters": 2e-4, "small": 2e-5, "large": 1e-5}, 4e9
 MICRO_BATCH, TRAIN_BATCH = "train_micro_batch_size_per_gpu", "train_batch_size"  # config.deepspeed_json imports torch
+# Options of MODEL DATA, and the keys of a stage that they stand for
 KEYS = {"lora": "train.lora.r", "seq": "data.sequence_length", "epochs": "train.epochs", "lr": "optimizer.params.lr"}
 KEYS |= {"out": "train.run_dir", "write": None}
-"""Options of MODEL DATA, and the keys of a stage that they stand for."""
 SECONDS = 5  # In which the hub must answer
 CLIPPED = 800
 
@@ -55,16 +56,35 @@ def add_new_stage(parser: argparse.ArgumentParser) -> None:
 
 def check_options(arguments: argparse.Namespace) -> None:
     """Refuse options of MODEL DATA with a stage, a stage in the place of MODEL, and a model in the place of a stage."""
-    name = arguments.stage or ""
-    if arguments.data is not None and (Path(name).suffix == ".json" or arguments.deepspeed_config):
-        remedy = f"--set data.path={arguments.data}"
-        raise UserError("a stage names its model and its data itself", key="DATA", remedy=remedy)
-    if arguments.data is None and (Path(name) / "config.json").is_file() and model_of_run(Path(name)) is None:
+    name, data = arguments.stage or "", arguments.data
+    if data is not None and (Path(name).suffix == ".json" or arguments.deepspeed_config):
+        raise UserError("a stage names its model and its data itself", key="DATA", remedy=f"--set data.path={data}")
+    if data is None and (Path(name) / "config.json").is_file() and model_of_run(Path(name)) is None:
         raise UserError(f"{name} is a model, and no data is given", key="DATA", remedy=f"ds-fp8 train {name} DATA")
-    for option, key in {} if arguments.data else KEYS.items():
+    for option, key in {} if data else KEYS.items():
         if (value := getattr(arguments, option, None)) is not None:
             problem = f"--{option} goes with MODEL DATA, and what is given is a stage"
             raise UserError(problem, key=f"--{option}", remedy=f"--set {key}={value}" if key else "leave it out")
+
+
+def look_for_network(*names: str) -> None:
+    """Take what the hub has from this machine alone where the hub does not answer: its clients try for minutes."""
+    remote = [name for name in names if not os.path.exists(os.path.expanduser(name))]
+    endpoint, answers = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), []
+
+    def ask() -> None:
+        with suppress(OSError):
+            with suppress(urllib.error.HTTPError):  # an answer, too
+                urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=SECONDS)
+            answers.append(endpoint)
+
+    if remote and os.environ.get("HF_HUB_OFFLINE") != "1":
+        asking = threading.Thread(target=ask, daemon=True)  # to look up a host's name has no timeout
+        asking.start()
+        asking.join(SECONDS)
+        if not answers:
+            say(f"{endpoint} does not answer: {' and '.join(remote)} must be on this machine")
+            os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read at the first import
 
 
 def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tuple[Stage, Estimate | None]:
@@ -73,6 +93,7 @@ def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tu
     Raises:
         UserError: for a model, data or options with which it cannot be trained here.
     """
+    from ds_fp8.data import build_tokenizer
     from ds_fp8.data.sources import recognise
     from ds_fp8.train.stage import checked_stage
     from ds_fp8.train.stored_model import check_trainable, stored_config, stored_model
@@ -97,10 +118,9 @@ def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tu
         stage = checked()
     if arguments.epochs is None and stage.data.format == "chat" and "epochs" in raw["train"]:
         raw["train"]["epochs"] = 3
-    tokenizer = _tokenizer(stage)
-    raw["data"] |= _split_and_length(stage, tokenizer, ranks)
-    if arguments.seq:
-        raw["data"]["sequence_length"] = arguments.seq
+    _check_template(stage)
+    tokenizer = build_tokenizer(stage.data)
+    raw["data"] |= _split_and_length(stage, tokenizer, ranks, arguments.seq)
     stage = checked()
     data = read_data(stage, tokenizer, console)
 
@@ -112,8 +132,8 @@ def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tu
     large = "large" if needs and needs.workload.model.numel >= LARGE else "small"
     raw["optimizer"]["params"]["lr"] = arguments.lr or RATES["adapters" if arguments.lora else large]
     an_epoch = -(-rows // raw[TRAIN_BATCH])
-    raw["train"] |= {"eval_every": -(-an_epoch // 2), "save_every": an_epoch}
-    raw["train"]["eval_batches"] = min(20, -(-len(data.validation) // raw[TRAIN_BATCH]))
+    batches = min(20, -(-len(data.validation) // raw[TRAIN_BATCH]))
+    raw["train"] |= {"eval_every": -(-an_epoch // 2), "save_every": an_epoch, "eval_batches": batches}
     stage = checked()
     _describe(stage.with_length(rows), console)
     return stage, needs
@@ -144,60 +164,45 @@ def _defaults(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     }
 
 
-def look_for_network(*names: str) -> None:
-    """Take what the hub has from this machine alone where the hub does not answer: its clients try for minutes."""
-    remote = [name for name in names if not os.path.exists(os.path.expanduser(name))]
-    endpoint, answers = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), []
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=SECONDS)
-        except urllib.error.HTTPError:  # an answer, too
-            pass
-        except OSError:
-            return
-        answers.append(endpoint)
-
-    if remote and os.environ.get("HF_HUB_OFFLINE") != "1":
-        asking = threading.Thread(target=ask, daemon=True)  # to look up a host's name has no timeout
-        asking.start()
-        asking.join(SECONDS)
-        if not answers:
-            say(f"{endpoint} does not answer: {' and '.join(remote)} must be on this machine")
-            os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read at the first import
-
-
-# ---------------------------------------------------------------- data
-
-
-def _tokenizer(stage: Stage) -> PreTrainedTokenizerBase:
-    from ds_fp8.data import build_tokenizer, load_tokenizer
+def _check_template(stage: Stage) -> None:
+    from ds_fp8.data import load_tokenizer
 
     data = stage.data
-    needs_one = data.format == "chat" and data.chat_template is None
-    if needs_one and load_tokenizer(data.tokenizer, data.tokenizer_revision).chat_template is None:
+    if data.format != "chat" or data.chat_template is not None:
+        return
+    if load_tokenizer(data.tokenizer, data.tokenizer_revision).chat_template is None:
         raise UserError(
             f"the data are chats, and the tokenizer of {data.tokenizer} has no chat template",
             key="data.chat_template",
             remedy="the chat model of this family; --set data.chat_template=chatml; or a file with a template",
         )
-    return build_tokenizer(data)
 
 
-def _split_and_length(stage: Stage, tokenizer: PreTrainedTokenizerBase, ranks: int) -> dict[str, Any]:
+def _power_of_two(tokens: int) -> int:
+    """Return the least power of two of at least so many tokens."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def _positions(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> int:
+    from ds_fp8.train.model import load_model_config
+
+    # Refuses rows that are longer.
+    return getattr(load_model_config(stage, tokenizer), "max_position_embeddings", None) or 1 << 17
+
+
+def _split_and_length(stage: Stage, tokenizer: PreTrainedTokenizerBase, ranks: int, seq: int | None) -> dict[str, Any]:
     """Return the share of held-out examples, and tokens of a row: no chat is longer, and steps are not too few."""
     from ds_fp8.data import build_data
     from ds_fp8.train.metrics import TokeniserProgress
-    from ds_fp8.train.model import load_model_config
 
-    most = getattr(load_model_config(stage, tokenizer), "max_position_embeddings", None) or 1 << 17
+    most = _positions(stage, tokenizer)
     everything = stage.data.model_copy(update={"sequence_length": most, "overlong": "cut"})
     parts = build_data(everything, tokenizer, TokeniserProgress()).report.values()
     examples, tokens = (sum(part[name] for part in parts) for name in ("examples", "tokens"))
     longest = max(part["longest"] for part in parts) if stage.data.format == "chat" else 1
-    wanted = min(LONGEST, 1 << int(tokens / STEPS / ranks).bit_length() - 1) if tokens > STEPS * ranks else 1
-    length = max(SHORTEST, wanted, 1 << (longest - 1).bit_length())
-    return {"validation_fraction": min(HELD_OUT, MOST_HELD_OUT / examples), "sequence_length": min(most, length)}
+    of_steps = _power_of_two(int(tokens / STEPS / ranks) // 2 + 1)  # the power of two below
+    length = min(most, max(SHORTEST, min(LONGEST, of_steps), _power_of_two(longest)))
+    return {"validation_fraction": min(HELD_OUT, MOST_HELD_OUT / examples), "sequence_length": seq or length}
 
 
 def read_data(stage: Stage, tokenizer: PreTrainedTokenizerBase, console: Console) -> StageData:
@@ -207,16 +212,14 @@ def read_data(stage: Stage, tokenizer: PreTrainedTokenizerBase, console: Console
     """
     from ds_fp8.data import IGNORED, build_data
     from ds_fp8.data.stage import describe
-    from ds_fp8.train.model import load_model_config
 
-    positions = getattr(load_model_config(stage, tokenizer), "max_position_embeddings", None)
-    data = build_data(stage.data, tokenizer)
+    positions, data = _positions(stage, tokenizer), build_data(stage.data, tokenizer)
     describe(data.report, lambda line: console.print(line, markup=False))
     parts = data.report.values()
     longest, over = max(part["longest"] for part in parts), sum(part["overlong"] for part in parts)
     if over and stage.data.overlong is None and stage.data.format == "chat":
-        enough = 1 << (longest - 1).bit_length()
-        longer = f"--seq {enough}; " if enough <= (positions or enough) else ""
+        enough = _power_of_two(longest)
+        longer = f"--seq {enough}; " if enough <= positions else ""
         raise UserError(
             f"{over:,} of {sum(part['examples'] for part in parts):,} chats are longer than a row of "
             f"{stage.data.sequence_length:,} tokens (the longest {longest:,})",
@@ -237,9 +240,6 @@ def read_data(stage: Stage, tokenizer: PreTrainedTokenizerBase, console: Console
     return data
 
 
-# ---------------------------------------------------------------- what fits
-
-
 def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tuple[int, bool | str, Estimate | None]:
     """Return the rows of a micro-batch, whether layers are recomputed, and the estimate, None where there is none."""
     import psutil
@@ -247,7 +247,7 @@ def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tupl
     from deepspeed.accelerator import get_accelerator
 
     from ds_fp8.commands.estimate import verdict_of
-    from ds_fp8.memory.estimate import estimate, estimate_workload, largest_that_fits
+    from ds_fp8.memory.estimate import estimate_workload, largest_that_fits
     from ds_fp8.memory.shapes import read_workload
 
     device, name, memory = "cpu", "CPU", psutil.virtual_memory().total // ranks
@@ -270,10 +270,7 @@ def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tupl
     raw = {key: value for key, value in raw.items() if key != TRAIN_BATCH}
     raw["model"] = {**raw["model"], "activation_checkpointing": recompute or True}
     problem, _, remedy = verdict_of(raw, found, memory, name).partition("; ")
-    adapted = estimate({**raw, "train": {**raw["train"], "lora": {"r": 16}}}, gpus=ranks, device=device).device_bytes
-    if adapted <= memory and "lora" not in raw["train"]:
-        way = f"with --lora 16 ({adapted / GIB:.1f} GiB)"
-        remedy = f"{remedy} or {way}" if remedy.startswith("fits") else f"fits {way}"
+    remedy += "" if "lora" in raw["train"] else "; adapters need less: --lora 16"
     raise UserError(f"{raw['model']['path']} {problem}, layers recomputed", key="MODEL", remedy=remedy)
 
 

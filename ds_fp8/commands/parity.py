@@ -1,25 +1,27 @@
 """FP8 against BF16 on your own stage: ds-fp8 parity my_stage.json --steps 500 --seeds 3.
 
 Trains the stage for so many steps in FP8 and in BF16 from each of the seeds, one run after the other, and compares the
-final validation losses with what another seed changes. Leaves parity.json and report.html in --out. Run it again and it
-continues where it stopped. The exit code is 0 where FP8 is no worse, else 1.
+final validation losses. The verdict is one of: as good, undecided (always below 200 steps, and with one seed that shows
+no failure), worse. Leaves parity.json and report.html in --out. Run it again and it continues where it stopped. The
+exit code is 0 where FP8 is as good, else 1.
 
     --more 0.1 --evaluations 32       what FP8 needs to BF16's final loss: steps, and seconds on the same GPUs
 
-A run in FP8 that ends above BF16 is made again with 10% more steps, the schedule stretched over them, and losses along
+An FP8 run that ends above BF16 is made again with 10% more steps, the schedule stretched over them, and losses along
 the runs are compared by the weights in BF16, too.
 
     --grid fp8.preset=infir2,hybrid_fast,coat     every value against BF16; or every combination, or a --sweep FILE
     --grid optimizer.params.lr=5e-5,1e-4,2e-4     how robust is it?
 
-Runs in BF16 are shared by points where they are the same. Of every point the page also tells diverged runs and spikes.
+BF16 runs are shared by points where they are the same. Of every point the page also has diverged runs and spikes.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,28 +33,14 @@ from ds_fp8.commands.arguments import (
     count,
     load_deepspeed,
     parser_of,
-    read_points,
+    points_of,
     share,
     stage_file,
 )
-from ds_fp8.config.errors import UserError
-from ds_fp8.config.files import check_writable, read_json
+from ds_fp8.config.files import check_writable
 
 if TYPE_CHECKING:
-    from ds_fp8.report.page import Table
     from ds_fp8.train import Stage
-
-SAVED_ONCE = "leave it out: runs of a comparison are saved at their end alone"
-# Keys that `parity.run_overrides` sets whatever a point says, and what to give instead
-SET_HERE = {
-    "train.seed": "--seeds 3, and --set train.seed=1 for the first of them",
-    "train.steps": "--steps 500; for every other length another --out",
-    "train.epochs": "--steps 500: the length of every run",
-    "train.run_dir": "--out FOLDER",
-    "train.eval_every": "--evaluations 10: so many in every run",
-    "train.save_every": SAVED_ONCE,
-    "train.keep_best": SAVED_ONCE,
-}
 
 
 def main() -> int:
@@ -72,41 +60,45 @@ def main() -> int:
 
     import torch
 
-    from ds_fp8.report import parity
+    from ds_fp8.report import compare
     from ds_fp8.report.verdict import TOLERANCE
     from ds_fp8.train import load_stage
 
-    file, ranks = stage_file(arguments), arguments.gpus or torch.cuda.device_count() or 1
+    file, ranks, out = stage_file(arguments), arguments.gpus or torch.cuda.device_count() or 1, arguments.out
     stage = load_stage(file, arguments.set, ranks)
-    points = read_points(arguments, SET_HERE)
+    points = points_of(arguments, compare.SET_HERE)
     stages = {point: load_stage(file, [*arguments.set, *changes], ranks) for point, changes in points.items()}
-    twins = parity.twins_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
+    pairs = compare.pairs_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
     stages = {point: _with_length(stage) for point, stage in stages.items()}
-    along, changes = ["train.eval_bf16=true"] if arguments.more else [], {}
-    for fp8, bf16 in twins:
-        for cell in (fp8, bf16):
-            own = parity.run_overrides(stages[fp8.point], cell, arguments.steps, arguments.evaluations, arguments.out)
-            changes[str(cell)] = [*arguments.set, *own, *along]
-    _train_all(changes, file, ranks)
+    along = ["train.eval_bf16=true"] if arguments.more else []
+    changes = {
+        str(run): [*arguments.set,
+                   *compare.changes_of(stages[pair[0].point], run, arguments.steps, arguments.evaluations, out), *along]
+        for pair in pairs for run in pair
+    }  # fmt: skip
+    train, say = partial(train_once, file, ranks), partial(print, flush=True)
+    compare.train_all(changes, file, ranks, train, say)
     if arguments.more:
-        steps, changes = math.ceil(arguments.steps * (1 + arguments.more)), {}
-        for cell in parity.longer_runs(arguments.out, twins):
-            own = parity.run_overrides(stages[cell.point], cell, steps, 1, arguments.out)
-            changes[str(cell)] = [*arguments.set, *own]
-        _train_all(changes, file, ranks)
-    title, tolerance = f"FP8 against BF16, {file.parent.name}/{file.name}", arguments.tolerance or TOLERANCE
-    points = parity.comparisons_in(arguments.out, twins)
-    figures, page, verdict = parity.write_parity(points, arguments.out, title, tolerance)
-    _print(parity.table_to_loss(points))
+        steps = math.ceil(arguments.steps * (1 + arguments.more))
+        changes = {
+            str(run): [*arguments.set, *compare.changes_of(stages[run.point], run, steps, 1, out)]
+            for run in compare.longer_runs(out, pairs)
+        }
+        compare.train_all(changes, file, ranks, train, say)
+    found, title = compare.comparisons_in(out, pairs), f"FP8 against BF16, {file.parent.name}/{file.name}"
+    figures, page, verdict = compare.write_parity(
+        found, out, title, arguments.tolerance or TOLERANCE, more=bool(arguments.more)
+    )
+    if arguments.more:
+        columns, rows = compare.table_to_loss(found)
+        _print(compare.REACHED, [columns, *rows])
     print(f"\n{verdict}\nfigures: {figures}\nreport:  {page}")
-    return 0 if verdict.passed else 1
+    return int(verdict.word != "as good")
 
 
-def _print(table: Table) -> None:
-    cells = [table.columns, *table.rows]
+def _print(caption: str, cells: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-    print("", table.caption, "", *lines, sep="\n")
+    print("", caption, "", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells), sep="\n")
 
 
 def _with_length(stage: Stage) -> Stage:
@@ -119,43 +111,9 @@ def _with_length(stage: Stage) -> Stage:
     return stage.with_length(len(build_data(stage.data, build_tokenizer(stage.data)).train))
 
 
-def _train_all(runs: Mapping[str, list[str]], config: Path, ranks: int) -> None:
-    """Make the runs that are not there, by their names, one by one. Raises UserError where a folder holds another."""
-    from ds_fp8.train import load_stage
-    from ds_fp8.train.resume import inspect_run
-
-    # All of them first: a mistake in the last run is found before the first has taken hours.
-    stages = {name: load_stage(config, changes, ranks) for name, changes in runs.items()}
-    finished = set()
-    for name, stage in stages.items():
-        _check_same_length(stage)
-        if inspect_run(stage).result is not None:
-            finished.add(name)
-    for number, (name, changes) in enumerate(runs.items(), 1):
-        print(f"\n== {number} of {len(runs)}: {name}{', finished before' if name in finished else ''}", flush=True)
-        if name not in finished:
-            train_once(config, ranks, changes)
-
-
-def _check_same_length(stage: Stage) -> None:
-    from ds_fp8.config.fp8 import section_of
-    from ds_fp8.train.run_folder import CONFIG
-
-    file = stage.run_dir / CONFIG
-    steps = section_of(read_json(file), "train").get("steps") if file.is_file() else stage.train.steps
-    if steps != stage.train.steps:
-        # It would go on, and end with weights of two schedules one after the other.
-        raise UserError(
-            f"{stage.run_dir} holds a run of {steps} steps, and one of {stage.train.steps} has another schedule",
-            key="--steps",
-            remedy="another --out, or as many steps",
-        )
-
-
 def train_once(config: Path, ranks: int, overrides: list[str]) -> None:
     from ds_fp8.cluster.launcher import train_here
 
     changes = [part for change in overrides for part in ("--set", change)]
-    code = train_here(["--deepspeed_config", str(config), *changes], ranks)
-    if code:
+    if code := train_here(["--deepspeed_config", str(config), *changes], ranks):
         sys.exit(code)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from ds_fp8.commands.arguments import (
     count,
     load_deepspeed,
     parser_of,
-    read_points,
+    points_of,
     share,
     tokenizer_of_folder,
 )
@@ -41,12 +42,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
 
-    from ds_fp8.config.fp8 import FP8Config
     from ds_fp8.train.sensitivity import Batch
 
 # Endings of a FILE that holds text and no stage
 DOCUMENTS = (".txt", ".jsonl", ".parquet", ".gz", ".bz2", ".xz", ".zst")
-WIDTH = 120  # Columns of the table where the output is no terminal
 
 
 def main() -> int:
@@ -67,35 +66,46 @@ def main() -> int:
 
     from rich.console import Console
 
-    from ds_fp8.report.parity import point_folders
+    from ds_fp8.config.fp8 import parse_fp8
+    from ds_fp8.report.compare import check_folders, folder_of, run_each
     from ds_fp8.train.stored_model import ModelSource, stored_config
 
-    points = read_points(arguments)
-    folders = {} if arguments.out is None else point_folders(points)
+    points, file = points_of(arguments), Path(arguments.file)
+    check_folders(points if arguments.out else ())
     raws = {point: _configuration(arguments, changes) for point, changes in points.items()}
-    configs = {point: _casts(raw, arguments) for point, raw in raws.items()}
+    fp8 = {point: parse_fp8(raw, None if file.suffix in DOCUMENTS else file) for point, raw in raws.items()}
+    if not all(each.enabled for each in fp8.values()):
+        raise UserError("FP8 is off: there are no casts to measure", key="fp8.enabled", remedy="--set fp8.enabled=true")
     console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = WIDTH
+    say = partial(console.print, markup=False)
     # For all points before the model is loaded: a mistake in the last one shows within seconds.
     embeddings = stored_config(ModelSource("FOLDER", str(arguments.folder))).get_text_config().vocab_size
     rows = {point: _rows(raw["data"], arguments.rows, embeddings) for point, raw in raws.items()}
     model = _model(arguments.folder)
-    for point, raw in raws.items():
-        if point:
-            console.print(f"\n== {point}", markup=False)
-        figures = _measure(model, rows[point], configs[point], arguments, console)
+
+    def measure(point: str) -> None:
+        from ds_fp8.train.sensitivity import sensitivity
+
+        # On the device once a point: all of its measurements read the same rows.
+        here = [{name: numbers.to(model.device) for name, numbers in row.items()} for row in rows[point]]
+        facts = {"model": str(arguments.folder), "data": arguments.file, "preset": fp8[point].preset_name}
+        facts |= {"rows": len(here), "length": arguments.length, "budget": arguments.budget}
+        with console.status("measuring") as status:
+            left = lambda n: status.update(f"{n} measurements left")  # noqa: E731
+            figures = facts | sensitivity(model, here, fp8[point], arguments.length, arguments.budget, left)
+        figures |= _verdict(figures)
         _print(figures, console)
-        proposed = figures["proposal"]["overrides"]
+        written, proposed = {"sensitivity.json": figures}, figures["proposal"]["overrides"]
         if proposed:
-            fragment = {"fp8": {"linear": {"overrides": proposed}}}
-            console.print(f"in the JSON: {json.dumps(fragment)}", markup=False)
-        if arguments.out is not None:
-            folder = arguments.out / folders[point]
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / "sensitivity.json", figures, console)
-            if proposed:
-                _write(folder / "stage.json", _stage_with(proposed, raw, Path(arguments.file)), console)
+            say(f"in the JSON: {json.dumps({'fp8': {'linear': {'overrides': proposed}}})}")
+            written["stage.json"] = _stage_with(proposed, raws[point], file)
+        for name, content in written.items() if arguments.out is not None else ():
+            target = arguments.out / folder_of(point) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            say(f"written: {target}")
+
+    run_each(list(points), (), measure, say)
     return 0
 
 
@@ -108,23 +118,13 @@ def _configuration(arguments: argparse.Namespace, point: Sequence[str]) -> dict[
     else:
         raw = read_json(config_file(arguments.file))
         if "data" not in raw:
-            raise UserError(
-                'there is no "data" to measure on', file=file, key="data", remedy="give a stage, or a .jsonl file"
-            )
+            remedy = "give a stage, or a .jsonl file"
+            raise UserError('there is no "data" to measure on', file=file, key="data", remedy=remedy)
     own = [tokenizer_of_folder(arguments.folder), f"data.sequence_length={arguments.length}"]
     preset = [] if arguments.preset is None else [f"fp8.preset={json.dumps(arguments.preset)}"]
     for change in (*own, *preset, *arguments.set, *point):
         apply_override(raw, change)
     return with_assumed_preset(raw)  # also into the stage that is written: what was measured is what it trains
-
-
-def _casts(raw: dict[str, Any], arguments: argparse.Namespace) -> FP8Config:
-    from ds_fp8.config.fp8 import parse_fp8
-
-    fp8 = parse_fp8(raw, None if Path(arguments.file).suffix in DOCUMENTS else arguments.file)
-    if not fp8.enabled:
-        raise UserError("FP8 is off: there are no casts to measure", key="fp8.enabled", remedy="--set fp8.enabled=true")
-    return fp8
 
 
 def _rows(section: dict[str, Any], wanted: int, embeddings: int) -> list[Batch]:
@@ -155,23 +155,6 @@ def _model(folder: Path) -> PreTrainedModel:
     return model.to(get_accelerator().current_device_name()).float().eval()
 
 
-def _measure(
-    model: PreTrainedModel, rows: list[Batch], fp8: FP8Config, arguments: argparse.Namespace, console: Console
-) -> dict[str, Any]:
-    """Return the figures of the casts of `fp8`: the costs, the proposal and what it leaves."""
-    from ds_fp8.train.sensitivity import sensitivity
-
-    # Once a point: all of its measurements read the same rows.
-    rows = [{name: numbers.to(model.device) for name, numbers in row.items()} for row in rows]
-    with console.status("measuring") as status:
-        figures = sensitivity(
-            model, rows, fp8, arguments.length, arguments.budget,
-            lambda left: status.update(f"{left} measurements left"),
-        )  # fmt: skip
-    facts = {"model": str(arguments.folder), "data": arguments.file, "preset": fp8.preset_name}
-    return {**facts, "rows": len(rows), "length": arguments.length, "budget": arguments.budget, **figures}
-
-
 def _stage_with(proposed: Mapping[str, str], raw: dict[str, Any], file: Path) -> dict[str, Any]:
     fp8 = without_words(as_section(raw["fp8"]))
     linear = fp8.get("linear", {})
@@ -180,13 +163,24 @@ def _stage_with(proposed: Mapping[str, str], raw: dict[str, Any], file: Path) ->
     return {**({} if file.suffix in DOCUMENTS else read_json(config_file(str(file)))), "fp8": fp8}
 
 
-def _write(file: Path, content: dict[str, Any], console: Console) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    console.print(f"written: {file}", markup=False)
+def _verdict(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Return the verdict on all linear layers in FP8, by the loss of the rows; one row decides nothing."""
+    from ds_fp8.report.verdict import AS_GOOD, TOLERANCE, UNDECIDED, Mean, Verdict, word_of
+
+    everything, several = figures["costs"][0], figures["rows"] > 1
+    loss = Mean(everything["loss_increase"], everything["loss_standard_error"] if several else None)
+    word = word_of(loss) if several else UNDECIDED
+    gain = ", nothing to gain from BF16" if word == AS_GOOD else ""
+    reason = (
+        f"all linear layers in FP8 change the loss of {figures['rows']} rows by {loss} ({TOLERANCE:.2%} allowed){gain}"
+    )
+    return Verdict(word, reason).as_json()
 
 
-def _print(figures: dict[str, Any], console: Console) -> None:
+def _print(figures: Mapping[str, Any], console: Console) -> None:
     from rich.table import Table
+
+    from ds_fp8.memory.report import print_table
 
     table = Table("part", "FLOPs", "loss", "divergence", "for 1% of FLOPs")
     for column in table.columns[1:]:
@@ -199,22 +193,22 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         numbers = (f"{cost[key]:.2e}" for key in ("divergence", "divergence_per_percent_of_flops"))
         table.add_row(part, f"{cost['flops_share']:.2%}", loss, *numbers)
     console.print(f"preset {figures['preset']}, {figures['tokens']:,} tokens, loss without casts {figures['loss']:.4f}")
-    console.print(table)
-    console.print("divergence: nats a token from the predictions without casts; chance moves it less than the loss")
-    if not proposal["overrides"]:
+    print_table(table, console)
+    lines = ["divergence: nats a token from the predictions without casts; chance moves it less than the loss"]
+    lines.append(f"{figures['verdict']}: {figures['reason']}")
+    if proposal["overrides"]:
+        kept, before, after = ", ".join(proposal["overrides"]), costs[0], proposal
+        lines += [
+            f"in BF16, {proposal['flops_share']:.2%} of the FLOPs: {kept}; all other casts: "
+            f"loss {after['loss_increase']:+.3%} in place of {before['loss_increase']:+.3%}, divergence "
+            f"{after['divergence']:.2e} in place of {before['divergence']:.2e}",
+            "layers that are cast in part are not fused: a step may lose more time than the share of FLOPs says",
+        ]
+    else:
         smallest = min((cost for cost in costs if cost["divergence"] > 0), key=lambda cost: cost["flops_share"])
-        share = smallest["flops_share"]
-        console.print(
+        part = smallest["flops_share"]
+        lines.append(
             f"nothing is proposed: the budget is {figures['budget']:.1%} of the FLOPs, and the smallest part, "
-            f"{smallest['pattern']}, has {share:.2%} (--budget {share + 0.0005:.3f} would allow it)",
-            markup=False,
+            f"{smallest['pattern']}, has {part:.2%} (--budget {part + 0.0005:.3f} would allow it)"
         )
-        return
-    everything = next(cost for cost in costs if cost["pattern"] == "*")
-    console.print(
-        f"in BF16, {proposal['flops_share']:.2%} of the FLOPs: {', '.join(proposal['overrides'])}; all other casts: "
-        f"loss {proposal['loss_increase']:+.3%} in place of {everything['loss_increase']:+.3%}, divergence "
-        f"{proposal['divergence']:.2e} in place of {everything['divergence']:.2e}",
-        markup=False,
-    )
-    console.print("layers that are cast in part are not fused: a step may lose more time than the share of FLOPs says")
+    console.print("\n".join(lines), markup=False)

@@ -45,11 +45,12 @@ def main() -> int:
     from deepspeed.utils.logging import set_log_level_from_string
 
     from ds_fp8.memory.report import print_plan, print_records, write_best
-    from ds_fp8.memory.sweep import FILE, Sweep, check_points, only_driver, read_sweep
+    from ds_fp8.memory.sweep import FILE, Sweep, check_points, only_driver
+    from ds_fp8.report.compare import read_points
 
     set_log_level_from_string("warning")
     raw = read_json(stage)
-    _, points = read_sweep(sweep_file, arguments.gpus, arguments.grid, arguments.set)
+    points = read_points(sweep_file, arguments.gpus, arguments.grid, arguments.set)
     check_points(points, stage)
     if arguments.plan:
         print_plan(points, raw, None if arguments.memory is None else round(arguments.memory * 2**30))

@@ -13,7 +13,8 @@ from rich.table import Table
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.preflight import OWN_SECTIONS
 from ds_fp8.memory.estimate import KINDS, Estimate, largest_that_fits, longest_contexts
-from ds_fp8.memory.sweep import OK, Point, Record, estimate_of
+from ds_fp8.memory.sweep import OK, Record, estimate_of
+from ds_fp8.report.compare import Point
 from ds_fp8.train.run_folder import write_atomically
 
 BEST = "best.json"

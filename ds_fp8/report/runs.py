@@ -1,11 +1,10 @@
-"""Finished run folders, and pairs of them that belong together."""
+"""Finished run folders, and pairs of an FP8 run and its BF16 run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,15 @@ from ds_fp8.train.run_folder import BATCH_KEYS, CONFIG, FREE, METRICS, RESULT, I
 from ds_fp8.train.stage import resolve_batch
 
 _STARTS = ("train.init_from", "train.resume")
-# Keys and sections in which a run in FP8 and its twin in BF16 may differ: casts, paths, what is saved and written
-_FREE_IN_TWINS = {
+# Keys and sections in which an FP8 run and its BF16 run may differ: formats, paths, what is saved and written
+_FREE = {
     *FREE,
     *("fp8", *_STARTS, "train.eval_bf16", "train.compact_checkpoints"),
 } - {
     *("train.steps", "train.epochs", "train.spike", "train.spike_threshold"),
     *("train.eval_batches", "train.exact_match_problems", "train.max_new_tokens"),
 }
-KINDS = ("fp8", "bf16")  # Folders of a comparison: FP8 runs in fp8/NAME, their BF16 twins in bf16/NAME
+KINDS = FP8, BF16 = ("fp8", "bf16")  # Folders of a comparison: FP8 runs in fp8/NAME, their BF16 runs in bf16/NAME
 
 
 class RunRecord:
@@ -60,7 +59,7 @@ class RunRecord:
 
     @property
     def global_batch(self) -> int | None:
-        """Return the rows of a step, None where the configuration does not tell."""
+        """Return the rows of a step, None where the configuration does not say."""
         try:
             return resolve_batch(self.config, self.result["ranks"] // sequence_parallel_size(self.config) or 1)[0]
         except UserError:
@@ -75,20 +74,21 @@ class RunRecord:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def losses(self, key: str) -> dict[int, float]:
-        """Return losses of a kind by step; where nothing is cast, those in BF16 are the validation losses."""
+        """Return losses of a kind by step; where nothing is quantized, those in BF16 are the validation losses."""
         steps, losses = self.series(key)
         return dict(zip(steps, losses, strict=True)) if steps or key != BF16_LOSS else self.losses("validation_loss")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [record for record in self.metrics if record.get("event") == name]
 
-    @cached_property
-    def measurements(self) -> list[dict[str, Any]]:
-        return [record for record in self.metrics if record.get("health")]
+    def with_key(self, key: str) -> list[dict[str, Any]]:
+        return [record for record in self.metrics if record.get(key)]
 
-    @cached_property
-    def routing(self) -> list[dict[str, Any]]:
-        return [record for record in self.metrics if record.get("routing")]
+    def routing(self, key: str, worst: Callable[[Any], float] | None = None) -> tuple[list[int], list[float]]:
+        """Return the steps, and the mean over the layers of a figure of routing, or that of the `worst` layer."""
+        found = self.with_key("routing")
+        figures = [each["routing"] for each in found]
+        return [each["step"] for each in found], [worst(f[key]) if worst else f["mean"][key] for f in figures]
 
     @property
     def spikes(self) -> int:
@@ -98,79 +98,83 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run, beside its twin where there is one."""
+    """A run, with the run that it is compared with."""
 
     name: str  # Name of the stage or the seed
     run: RunRecord
-    twin: RunRecord | None = None
+    other: RunRecord | None = None  # The BF16 run of `run`, or any other
     longer: RunRecord | None = None  # The run again, with more steps
 
     @property
     def columns(self) -> dict[str, RunRecord]:
-        if self.twin is None:
+        if self.other is None:
             return {self.run.label: self.run}
-        labels = [self.run.label, self.twin.label]
+        labels = [self.run.label, self.other.label]
         if labels[0] == labels[1]:
-            labels = [str(self.run.folder), str(self.twin.folder)]
-        return dict(zip(labels, (self.run, self.twin), strict=True))
+            labels = [str(self.run.folder), str(self.other.folder)]
+        return dict(zip(labels, (self.run, self.other), strict=True))
+
+    def gap(self, key: str) -> float | None:
+        """Return FP8 / BF16 - 1 of a final loss, a key of result.json; None where one of them is not known."""
+        losses = [run.result.get(key) for run in self.columns.values()]
+        return losses[0] / losses[1] - 1 if len(losses) == 2 and all(losses) else None
 
     def gaps(self, key: str, first: int = 0) -> tuple[list[int], list[float]]:
         """Return the steps from `first` on at which both have a loss, and FP8 / BF16 - 1 of it."""
-        ours, theirs = (run.losses(key) for run in (self.run, self.twin))
+        ours, theirs = (run.losses(key) for run in (self.run, self.other))
         steps = [step for step in ours if step >= first and theirs.get(step)]
         return steps, [ours[step] / theirs[step] - 1 for step in steps]
 
     def differences(self) -> list[tuple[str, Any, Any]]:
-        """Return the keys in which the configurations differ, with the values of run and twin, None where one has none.
-
-        Paths that always differ are left out.
-        """
-        if self.twin is None:
+        """Return the keys in which the configurations differ, with both values, None where one has none; no paths."""
+        if self.other is None:
             return []
-        ours, theirs = dict(flat(self.run.config)), dict(flat(self.twin.config))
+        ours, theirs = dict(flat(self.run.config)), dict(flat(self.other.config))
         keys = [key for key in dict.fromkeys([*ours, *theirs]) if key not in ("train.run_dir", "train.init_from")]
         return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
 
-    def differences_of_no_twins(self) -> list[tuple[str, Any, Any]]:
-        """Return the differences beside which a gap says nothing about FP8; none where a configuration is missing.
+    def confounds(self) -> list[tuple[str, Any, Any]]:
+        """Return the differences with which a gap says nothing about FP8; none where a configuration is missing.
 
-        A batch may be divided in another way, of which BF16, with its larger memory, may have need.
+        A batch may be divided in another way: BF16 needs more memory.
         """
-        if self.twin is None or not (self.run.config and self.twin.config):
+        if self.other is None or not (self.run.config and self.other.config):
             return []
         found = [
             each
             for each in self.differences()
-            if each[0] not in BATCH_KEYS and not {each[0], each[0].partition(".")[0]} & _FREE_IN_TWINS
+            if each[0] not in BATCH_KEYS and not {each[0], each[0].partition(".")[0]} & _FREE
         ]
-        ours, theirs = (dict(flat(run.config)) for run in (self.run, self.twin))
-        # Twins of a second stage each go on from their own first one; one that begins anew is no twin.
+        ours, theirs = (dict(flat(run.config)) for run in (self.run, self.other))
+        # The runs of a second stage each start from their own first stage.
         starts = [(key, ours.get(key), theirs.get(key)) for key in _STARTS]
         found += [each for each in starts if (each[1] is None) != (each[2] is None)]
-        batches = self.run.global_batch, self.twin.global_batch
+        batches = self.run.global_batch, self.other.global_batch
         return found if None in batches or batches[0] == batches[1] else [*found, (TRAIN_BATCH, *batches)]
 
 
 def find(folders: Iterable[Path]) -> list[Comparison]:
-    """Return the comparisons of a run, of a run and its twin, or of one folder with fp8/NAME and bf16/NAME."""
+    """Return the comparisons of a run, of two runs, or of one folder with fp8/NAME and bf16/NAME."""
     first, *rest = folders
     if rest:
-        return [Comparison(first.name, RunRecord(first), RunRecord(rest[0]))]
-    if all((first / kind).is_dir() for kind in KINDS):
-        fp8, bf16 = ({file.parent.name for file in (first / kind).glob(f"*/{RESULT}")} for kind in KINDS)
-        alone = fp8 ^ bf16
-        if alone or not fp8:
-            raise UserError(
-                f"{', '.join(sorted(alone)) or 'nothing'} has finished in only one of {first / 'fp8'} and bf16",
-                file=first,
-                remedy="run both twins to their end, or name the folders of two runs",
-            )
-        found = [Comparison(name, *(RunRecord(first / kind / name) for kind in KINDS)) for name in sorted(fp8)]
-        return sorted(found, key=lambda each: (each.run.result.get("made") or {"started": ""})["started"])
-    return [Comparison(first.name, RunRecord(first))]
+        # FP8 first, in whatever order the folders are given.
+        return [Comparison(first.name, *sorted(map(RunRecord, (first, rest[0])), key=lambda run: run.kind == BF16))]
+    if not all((first / kind).is_dir() for kind in KINDS):
+        return [Comparison(first.name, RunRecord(first))]
+    fp8, bf16 = ({file.parent.name for file in (first / kind).glob(f"*/{RESULT}")} for kind in KINDS)
+    unpaired = fp8 ^ bf16
+    if unpaired or not fp8:
+        raise UserError(
+            f"{', '.join(sorted(unpaired)) or 'nothing'} has finished in only one of {first / FP8} and {BF16}",
+            file=first,
+            remedy="finish the FP8 run and the BF16 run, or name the folders of two runs",
+        )
+    found = [Comparison(name, *(RunRecord(first / kind / name) for kind in KINDS)) for name in sorted(fp8)]
+    return sorted(found, key=lambda each: (each.run.result.get("made") or {"started": ""})["started"])
 
 
-def seeds(comparisons: Iterable[Comparison]) -> list[int] | None:
-    """Return the seeds of twins that differ in nothing else, as `ds-fp8 parity` names them, or None."""
-    found = [comparison.twin and re.fullmatch(r"seed_(\d+)", comparison.name) for comparison in comparisons]
-    return [int(match.group(1)) for match in found] if all(found) else None
+def by_point(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    """Return seeds, as `ds-fp8 parity` names them, as those of one point, and stages as a point each."""
+    if comparisons[0].other and all(re.fullmatch(r"seed_\d+", each.name) for each in comparisons):
+        return {"": list(comparisons)}
+    return {each.name: [each] for each in comparisons}

@@ -1,216 +1,171 @@
-"""Verdicts on finished runs: one line with what can be concluded about FP8, and the figures behind it."""
+"""Verdicts on finished runs in four words, the same on the terminal, on the page, in JSON and in the docs.
+
+ran         nothing is compared with BF16: one run, or two runs of one kind
+undecided   fewer than MIN_STEPS steps, a gap that may be chance, one seed that shows no failure, other differences
+as good     over several seeds the losses are at most TOLERANCE above BF16's, and as many answers are right
+worse       a loss or exact match worse beyond chance, or more diverged runs than in BF16
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Any, Literal
 
 from ds_fp8.config.errors import clipped
 from ds_fp8.monitor.records import FALLBACK
-from ds_fp8.report.runs import KINDS, Comparison, RunRecord, seeds
+from ds_fp8.report.runs import BF16, FP8, KINDS, Comparison, RunRecord
 
+Word = Literal["ran", "as good", "undecided", "worse"]
+RAN, AS_GOOD, UNDECIDED, WORSE = WORDS = ("ran", "as good", "undecided", "worse")  # The best first
+MIN_STEPS = 200  # A comparison of runs with fewer steps is undecided
 # Relative gap of the final losses up to which FP8 counts as equal, as DeepSeek-V3 (arXiv 2412.19437) reports it
 TOLERANCE = 0.0025
 SIGMAS = 2.0  # Standard errors up to which a difference counts as chance
-# Steps of a short run, and the relative gap of one seed of it up to which it may be chance: of the quickstart's stages
-# seeds and presets differ by 3% in both directions (docs/log/quickstart.md)
+# Steps of a short run, and the relative gap that chance may make with one seed: of the quickstart's stages seeds and
+# presets differ by 3% in both directions (docs/log/quickstart.md)
 SHORT, ONE_SHORT_RUN = 1000, 0.05
-TRAINED, WEIGHTS = "final_loss", "final_loss_bf16"
-# Keys of result.json: validation loss as trained, with casts, and of the exported BF16 weights, without
-LOSSES = (TRAINED, WEIGHTS)
-Level = Literal["good", "undecided", "look", "bad"]
-# Levels, from the best to the worst. Undecided is neither: more seeds decide.
-WORDS: dict[Level, str] = {"good": "passed", "undecided": "undecided", "look": "needs a look", "bad": "failed"}
-LEVELS = tuple(WORDS)
-MOST_KEYS, LONGEST_VALUE = 5, 40  # Keys that are named in a headline, and characters of their values
+# Keys of result.json: validation loss as trained, with quantization, and of the exported BF16 weights, without
+LOSSES = TRAINED, WEIGHTS = ("final_loss", "final_loss_bf16")
+NAMES = {"final loss": TRAINED, "weights in BF16": WEIGHTS}
 MORE_SEEDS = "ds-fp8 parity --seeds 3"
+MOST_KEYS, LONGEST_VALUE = 5, 40  # Keys that a reason names, and characters of their values
+# The comparisons at each point of a grid, one a seed; the stage as it is has the name ""
+Points = Mapping[str, Sequence[Comparison]]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A conclusion and its reasons."""
+    """One of WORDS and its reason in one line, with the figures behind it."""
 
-    level: Level
-    headline: str  # What a stranger can conclude, in one line
-    figures: str = ""  # What it rests on
-
-    @property
-    def passed(self) -> bool:
-        return self.level == "good"
+    word: Word
+    reason: str
+    figures: str = ""
 
     def __str__(self) -> str:
-        return f"{self.headline}\n{self.figures}".strip()
+        return f"{self.word}: {self.reason}\n{self.figures}".strip()
 
-
-NO_COMPARISON = Verdict("bad", "No comparison: a final loss is missing or not finite.")
-NO_TWINS = "Undecided: FP8 diverges no more often than BF16, and no twins are left to compare."
+    def as_json(self) -> dict[str, str]:
+        return {"verdict": self.word, "reason": self.reason, "figures": self.figures}
 
 
 @dataclass(frozen=True)
-class Gap:
-    """FP8 / BF16 - 1 of a final loss, over seeds."""
+class Mean:
+    """A mean over seeds, with its standard error, None where one seed does not give it."""
 
     mean: float
-    error: float | None  # Standard error of the mean, None for one seed
-    chance: float = 0.0  # The difference of one seed that chance may make
-
-    def level(self, tolerance: float) -> Level:
-        if self.mean <= tolerance:
-            return "good"
-        by_chance = self.chance if self.error is None else SIGMAS * self.error
-        return "undecided" if self.mean <= by_chance else "bad"
+    error: float | None
 
     def __str__(self) -> str:
         return f"{self.mean:+.2%}" if self.error is None else f"{self.mean:+.2%} ± {self.error:.2%}"
 
 
-@dataclass(frozen=True)
-class ExactMatch:
-    """Exact match of FP8 and BF16 after the last step, means over seeds."""
-
-    fp8: float
-    bf16: float
-    # Standard error of the difference: of the problems that were drawn and, over several seeds, of the seed
-    error: float
-
-    @property
-    def difference(self) -> float:
-        return self.fp8 - self.bf16
-
-    @property
-    def worse(self) -> bool:
-        return self.difference < 0 and -self.difference > SIGMAS * self.error
-
-
-def judge(trained: Gap, weights: Gap, tolerance: float, answers: ExactMatch | None = None) -> Level:
-    """Judge by the worse of the gaps of the losses as trained and of the weights in BF16, and by the answers.
-
-    The error of exact match over one seed leaves out what another seed changes: one seed decides nothing.
-    """
-    levels = [trained.level(tolerance), weights.level(tolerance)]
-    if answers is not None and answers.worse:
-        levels.append("undecided" if trained.error is None else "bad")
-    return max(levels, key=LEVELS.index)
+def judge(points: Points, tolerance: float = TOLERANCE, *, grid: bool = False) -> tuple[Verdict, dict[str, Verdict]]:
+    """Return the verdict on all points, which is that of the worst, and on each; of a grid points share one stage."""
+    best = best_of(points) if grid else None
+    each = {point: judge_seeds(found, tolerance, best) for point, found in points.items()}
+    if len(each) == 1:
+        return next(iter(each.values())), each
+    # A setting with which neither trains says nothing about FP8.
+    idle = [p for p, found in points.items() if all(diverged(run, best) for kind in KINDS for run in runs(found, kind))]
+    counted = {point: verdict for point, verdict in each.items() if point not in idle} or each
+    word = max((verdict.word for verdict in counted.values()), key=WORDS.index)
+    those = [point for point, verdict in counted.items() if verdict.word == word]
+    reasons = "; ".join(dict.fromkeys(counted[point].reason for point in those))
+    untrained = f"; no run trained: {', '.join(idle)}" if idle else ""
+    figures = "\n".join(f"{point}: {verdict.figures}" for point, verdict in each.items())
+    kind = f"{len(each)} {'points' if grid else 'stages'}"
+    where = f"all {kind}" if len(those) == len(each) else f"{len(those)} of {kind} ({', '.join(those)})"
+    return Verdict(word, f"at {where}, {reasons}{untrained}", figures), each
 
 
-def judge_seeds(comparisons: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
-    """Judge twins of several seeds, which differ in nothing else, by the means of their gaps."""
-    gaps = [mean_gap(comparisons, key) for key in LOSSES]
-    if None in gaps:
-        return NO_COMPARISON
-    answers = exact_match_of(comparisons)
-    level = judge(*gaps, tolerance, answers)
-    figures = f"final loss of FP8 against BF16 {gaps[0]}, of its weights in BF16 {gaps[1]} ({tolerance:.2%} allowed)"
-    if answers is not None:
-        figures += (
-            f"; exact match {answers.fp8:.1%} against {answers.bf16:.1%} ({100 * answers.difference:+.1f} points, "
-        )
-        figures += f"standard error {100 * answers.error:.1f})"
-    count = len(comparisons)
-    if count == 1:
-        headline = _of_one_seed(level, "this run")
+def judge_seeds(found: Sequence[Comparison], tolerance: float = TOLERANCE, best: float | None = None) -> Verdict:
+    """Judge FP8 runs and BF16 runs of several seeds, which differ in nothing else; runs of one kind are not judged."""
+    if found[0].other is None:
+        return _judge_run(found[0].run)
+    if found[0].run.kind == found[0].other.kind:
+        return _of_one_kind(found[0])
+    steps = min(run.result["steps"] for each in found for run in each.columns.values())
+    lost = {kind: sum(diverged(run, best) for run in runs(found, kind)) for kind in KINDS}
+    kept = healthy(found, best)
+    count, answers = len(kept), exact_match(kept)
+    gaps = {name: gap for name, key in NAMES.items() if kept and (gap := mean_gap(kept, key))}
+    words = [word_of(gap, tolerance, ONE_SHORT_RUN if steps < SHORT else 0.0) for gap in gaps.values()]
+    fewer = count > 1 and answers is not None and -answers.mean > SIGMAS * answers.error
+    after = f"after {steps:,} steps" + (f" with {count} seeds" if count > 1 else "")
+    confounded = next((each for each in found if each.confounds()), None)
+    if confounded is not None:
+        word, reason = UNDECIDED, f"the runs of {confounded.name} also differ in {_named(confounded.confounds())}"
+    elif steps < MIN_STEPS:
+        word, reason = UNDECIDED, f"{steps:,} steps decide nothing, {MIN_STEPS} may"
+    elif lost[FP8] > lost[BF16]:
+        word, reason = WORSE, "FP8 diverges more often than BF16"
+    elif not gaps:
+        word, reason = UNDECIDED, "no pair of runs is left to compare"
+    elif WORSE in words or fewer:
+        word, reason = WORSE, f"FP8 {'has a higher final loss' if WORSE in words else 'answers less'} {after}"
+    elif count == 1:
+        word, reason = UNDECIDED, f"one seed of {steps:,} steps decides nothing, {MORE_SEEDS} can"
+    elif UNDECIDED in words:
+        word, reason = UNDECIDED, f"the gap {after} may be chance, more steps or seeds decide"
     else:
-        headline = {
-            "good": f"FP8 is as good as BF16 over {count} seeds.",
-            "undecided": f"Undecided after {count} seeds: the gap may be noise, and more seeds or steps decide.",
-            "bad": f"FP8 is worse than BF16 over {count} seeds.",
-        }[level]
-    return Verdict(level, headline, figures)
+        word, reason = AS_GOOD, f"FP8's final loss{' and exact match' if answers else ''} {after}"
+    figures = [f"{', '.join(f'{name} {gap}' for name, gap in gaps.items())} ({tolerance:.2%} allowed)"] if gaps else []
+    figures += [f"exact match {100 * answers.mean:+.1f} ± {100 * answers.error:.1f} points"] if answers else []
+    figures += [f"diverged {lost[FP8]} of {len(found)} in FP8, {lost[BF16]} in BF16"] if any(lost.values()) else []
+    return Verdict(word, reason, f"FP8 against BF16: {'; '.join(figures)}")
 
 
-def _of_one_seed(level: Level, runs: str, where: str = "") -> str:
-    """Return what can be concluded where one seed was trained; `where` names the stages that are apart."""
-    if level == "bad":
-        return f"FP8 ends worse than BF16 in {runs}."
-    if level == "good":
-        return f"FP8 ends no worse than BF16 in {runs}. One seed cannot say more; {MORE_SEEDS} can."
-    return f"One seed decides nothing: what is between FP8 and BF16{where} may be chance. {MORE_SEEDS} can tell."
+def word_of(gap: Mean, tolerance: float = TOLERANCE, chance: float = 0.0) -> Word:
+    """Return the word for a relative gap of losses; `chance` is what another seed may change where there is one."""
+    if gap.mean <= tolerance:
+        return AS_GOOD
+    return UNDECIDED if gap.mean <= (chance if gap.error is None else SIGMAS * gap.error) else WORSE
 
 
-def judge_all(comparisons: Sequence[Comparison]) -> Verdict:
-    """Judge one run by its own health, seeds by their mean, and stages, one seed each, by the worst.
-
-    Runs that differ in more than FP8 are not judged.
-    """
-    if comparisons[0].twin is None:
-        return _judge_run(comparisons[0].run)
-    for comparison in comparisons:
-        if len({run.kind for run in comparison.columns.values()}) == 1:
-            return _compare(comparison)
-        if comparison.differences_of_no_twins():
-            return _no_twins(comparison)
-    if len(comparisons) == 1 or seeds(comparisons) is not None:
-        return judge_seeds(comparisons)
-    found = {comparison.name: judge_seeds([comparison]) for comparison in comparisons}
-    if NO_COMPARISON in found.values():
-        return NO_COMPARISON
-    level = max((verdict.level for verdict in found.values()), key=LEVELS.index)
-    worst = " and ".join(name for name, verdict in found.items() if verdict.level == level)
-    runs = worst if level == "bad" else f"all {len(found)} stages"
-    figures = [", ".join(f"{gap_of(each, key):+.2%}" for each in comparisons) for key in LOSSES]
-    words = f"final losses of FP8 against BF16 {'; of its weights in BF16 '.join(figures)} ({TOLERANCE:.2%} allowed)"
-    return Verdict(level, _of_one_seed(level, runs, f" in {worst}"), words)
+def _named(differences: Sequence[tuple[str, Any, Any]]) -> str:
+    named = (
+        f"{key} ({', '.join(clipped(json.dumps(value), LONGEST_VALUE) for value in values)})"
+        for key, *values in differences[:MOST_KEYS]
+    )
+    more = f" and {len(differences) - MOST_KEYS} more" if len(differences) > MOST_KEYS else ""
+    return f"{', '.join(named)}{more}"
 
 
-def judge_point(comparisons: Sequence[Comparison], grid: Sequence[Comparison], tolerance: float = TOLERANCE) -> Verdict:
-    """Judge the seeds of one point of a grid: first how many runs diverged, then the losses of the others."""
-    lost = {kind: sum(diverged(run, grid) for run in runs_of(comparisons, kind)) for kind in KINDS}
-    counts = f"diverged: {lost['fp8']} of {len(comparisons)} runs in FP8, {lost['bf16']} in BF16"
-    if lost["fp8"] > lost["bf16"]:
-        return Verdict("bad", "FP8 diverges more often than BF16.", counts)
-    kept = healthy(comparisons, grid)
-    if not kept:
-        return Verdict("undecided", NO_TWINS, counts)
-    verdict = judge_seeds(kept, tolerance)
-    return verdict if len(kept) == len(comparisons) else replace(verdict, figures=f"{verdict.figures}; {counts}")
+def best_of(points: Points) -> float | None:
+    """Return the best final loss of a grid; None for one point: seeds of fine-tuning differ as much as it gains."""
+    finals = [run.result[TRAINED] for found in points.values() for each in found for run in each.columns.values()]
+    return min(filter(None, finals), default=None) if len(points) > 1 else None
 
 
-def healthy(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> list[Comparison]:
-    return [each for each in comparisons if not any(diverged(run, grid) for run in each.columns.values())]
-
-
-def none_trained(comparisons: Sequence[Comparison], grid: Sequence[Comparison]) -> bool:
-    """Return whether all runs failed to train, in FP8 and in BF16."""
-    return all(diverged(run, grid) for each in comparisons for run in each.columns.values())
-
-
-def diverged(run: RunRecord, grid: Sequence[Comparison]) -> bool:
-    """Return whether a run failed to train.
-
-    So it is when its final loss is not finite, or nearer to the loss before the first step than to the best final loss
-    of the grid, which is empty where there is one point alone: seeds of a fine-tuning differ as much as it gains.
-    """
+def diverged(run: RunRecord, best: float | None) -> bool:
+    """Return whether a final loss is not finite, or nearer to the loss before the first step than to the best."""
     first, last = run.result["first_validation_loss"], run.result[TRAINED]
-    if first is None or last is None:
+    if None in (first, last, run.result.get(WEIGHTS, last)):
         return True
-    finals = [other.result[TRAINED] for each in grid for other in each.columns.values()]
-    return bool(finals) and last > (min(loss for loss in finals if loss is not None) + first) / 2
+    return best is not None and last > (best + first) / 2
 
 
-def runs_of(comparisons: Sequence[Comparison], kind: str) -> list[RunRecord]:
+def healthy(found: Sequence[Comparison], best: float | None) -> list[Comparison]:
+    return [each for each in found if not any(diverged(run, best) for run in each.columns.values())]
+
+
+def runs(found: Sequence[Comparison], kind: str) -> list[RunRecord]:
     """Return the runs of one of KINDS; one that several comparisons share is there once."""
-    found = [each.run if kind == KINDS[0] else each.twin for each in comparisons]
-    return list({run.folder: run for run in found}.values())
+    each = [one.run if kind == FP8 else one.other for one in found]
+    return list({run.folder: run for run in each if run is not None}.values())
 
 
-def gap_of(comparison: Comparison, key: str = TRAINED) -> float | None:
-    """Return FP8 / BF16 - 1 of one of the final validation LOSSES, None where one of them is not known."""
-    losses = [run.result.get(key) for run in (comparison.run, comparison.twin) if run is not None]
-    return losses[0] / losses[1] - 1 if len(losses) == 2 and all(losses) else None
+def mean_gap(found: Sequence[Comparison], key: str = TRAINED) -> Mean | None:
+    gaps = [each.gap(key) for each in found]
+    return None if None in gaps else Mean(fmean(gaps), _standard_error(gaps))
 
 
-def mean_gap(comparisons: Sequence[Comparison], key: str = TRAINED) -> Gap | None:
-    gaps = [gap_of(each, key) for each in comparisons]
-    short = all(run.result["steps"] < SHORT for kind in KINDS for run in runs_of(comparisons, kind) if run is not None)
-    return None if None in gaps else Gap(fmean(gaps), _standard_error(gaps), ONE_SHORT_RUN if short else 0.0)
-
-
-def seed_noise(comparisons: Sequence[Comparison]) -> float | None:
+def seed_noise(found: Sequence[Comparison]) -> float | None:
     """Return the standard deviation of BF16's final losses over seeds, relative to their mean; None for one seed."""
-    losses = [comparison.twin.result[TRAINED] for comparison in comparisons if comparison.twin is not None]
+    losses = [run.result[TRAINED] for run in runs(found, BF16)]
     return stdev(losses) / fmean(losses) if len(losses) > 1 and all(losses) else None
 
 
@@ -218,23 +173,23 @@ def _standard_error(values: Sequence[float]) -> float | None:
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
-def exact_match_of(comparisons: Sequence[Comparison]) -> ExactMatch | None:
-    """Return exact match over twins that differ by their seed alone, None where it was not measured in all runs."""
-    pairs, variances = [], []
-    for comparison in comparisons:
-        answers = [run.result["exact_match"] for run in (comparison.run, comparison.twin) if run is not None]
-        shares = [each["after"] for each in answers]
-        if len(answers) < 2 or None in shares or not all(each["problems"] for each in answers):
+def exact_match(found: Sequence[Comparison]) -> Mean | None:
+    """Return FP8 - BF16 of exact match over seeds, None where it was not measured in all runs.
+
+    The error is that of the problems that were drawn and, over several seeds, of the seed.
+    """
+    differences, variances = [], []
+    for each in found:
+        answers = [run.result["exact_match"] for run in each.columns.values()]
+        if len(answers) < 2 or any(a["after"] is None or not a["problems"] for a in answers):
             return None
-        pairs.append(shares)
-        errors = (share_error(each["after"], each["problems"]) or 0.0 for each in answers)
-        variances.append(sum(error**2 for error in errors))
-    if not pairs:
+        differences.append(answers[0]["after"] - answers[1]["after"])
+        variances.append(sum(share_error(a["after"], a["problems"]) ** 2 for a in answers))
+    if not found:
         return None
-    fp8, bf16 = (fmean(shares) for shares in zip(*pairs, strict=True))
     # The mean of independent estimates; seeds that answer the same problems differ by more than that, or by less.
-    error = (fmean(variances) / len(pairs)) ** 0.5
-    return ExactMatch(fp8, bf16, max(error, _standard_error([ours - theirs for ours, theirs in pairs]) or 0.0))
+    drawn = (fmean(variances) / len(found)) ** 0.5
+    return Mean(fmean(differences), max(drawn, _standard_error(differences) or 0.0))
 
 
 def share_error(share: float | None, problems: int) -> float | None:
@@ -243,53 +198,31 @@ def share_error(share: float | None, problems: int) -> float | None:
 
 def concerns(run: RunRecord) -> list[str]:
     result, found = run.result, []
+    if result["final_loss"] is None:
+        found.append("the final validation loss is not finite")
     if result["skipped_steps"]:
         found.append(f"{result['skipped_steps']} of {result['steps']} steps were skipped: gradients were not finite")
     if rollbacks := result.get("rollbacks"):
         found.append(f"{rollbacks} times it went back to a checkpoint after a spike of the loss")
-    moved = run.events(FALLBACK)
-    if moved:
+    if moved := run.events(FALLBACK):
         found.append(f"{len(moved[-1]['layers'])} layers moved to BF16: {', '.join(moved[-1]['layers'][:3])}")
-    found += [f"{event['site']}, {event['tensor_class']}: {event['reason']}" for event in run.events("degraded")]
-    return found
+    return found + [f"{event['site']}, {event['tensor_class']}: {event['reason']}" for event in run.events("degraded")]
 
 
-def _compare(comparison: Comparison) -> Verdict:
-    """Return the difference of two runs of one kind, which is no verdict on FP8."""
-    gap = gap_of(comparison)
-    if gap is None:
-        return NO_COMPARISON
-    first, second = comparison.columns
-    return Verdict("undecided", f"The final loss of {first} is {gap:+.3%} from that of {second}, with one seed each.")
-
-
-def _no_twins(comparison: Comparison) -> Verdict:
-    """Return the difference of two runs that differ in more than FP8, with the keys."""
-    found = [
-        f"{key} ({', '.join(clipped(json.dumps(value), LONGEST_VALUE) for value in values)})"
-        for key, *values in comparison.differences_of_no_twins()
-    ]
-    more = f" and {len(found) - MOST_KEYS} more" if len(found) > MOST_KEYS else ""
-    keys = ", ".join(found[:MOST_KEYS])
-    gap = gap_of(comparison)
-    figures = "" if gap is None else f"final loss of {' against '.join(comparison.columns)} {gap:+.2%}"
-    return Verdict(
-        "undecided", f"No verdict on FP8: the runs of {comparison.name} also differ in {keys}{more}.", figures
-    )
+def _of_one_kind(each: Comparison) -> Verdict:
+    gap, (first, second) = each.gap(TRAINED), each.columns
+    difference = "not known" if gap is None else f"{gap:+.3%}"
+    return Verdict(RAN, f"both runs are in {each.run.label}; final loss of {first} against {second} {difference}")
 
 
 def _judge_run(run: RunRecord) -> Verdict:
-    before, after = run.result["first_validation_loss"], run.result[TRAINED]
-    if after is None:
-        return Verdict("bad", f"Failed: after {run.result['steps']} steps the validation loss is not finite.")
-    loss = f"validation loss {_loss(before)} to {_loss(after)} in {run.result['steps']:,} steps of {run.label}"
-    if run.kind == "fp8" and WEIGHTS in run.result:
-        loss += f" ({_loss(run.result[WEIGHTS])} by its weights in BF16)"
-    found = concerns(run)
+    found, losses = concerns(run), [run.result[key] for key in ("first_validation_loss", TRAINED)]
+    measured = ", no layer degraded" if run.with_key("health") else ""
+    reason = f"no step skipped{measured}"
     if found:
-        return Verdict("look", f"Needs a look: {found[0]}{' and more' if len(found) > 1 else ''}.", loss)
-    return Verdict("good", f"Healthy: no step skipped{', no layer degraded' if run.measurements else ''}.", loss)
-
-
-def _loss(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"
+        reason = f"needs a look, {found[0]}{' and more' if len(found) > 1 else ''}"
+    before, after = ("unknown" if loss is None else f"{loss:.4f}" for loss in losses)
+    figures = f"validation loss {before} to {after} in {run.result['steps']:,} steps of {run.label}"
+    if run.kind == FP8 and (in_bf16 := run.result.get(WEIGHTS)):
+        figures += f" ({in_bf16:.4f} by its weights in BF16)"
+    return Verdict(RAN, reason, figures)

@@ -19,93 +19,14 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.memory import sweep as sweep_module
 from ds_fp8.memory.report import best_of, print_records, write_best
-from ds_fp8.memory.sweep import FILE, Point, Sweep, check_points, only_driver, read_sweep
+from ds_fp8.memory.sweep import FILE, Sweep, check_points, only_driver
+from ds_fp8.report.compare import Point, read_points
 from ds_fp8.train import load_stage
 from tests.corpus import DOCUMENTS
 from tests.memory import workloads
 
 SWEEPS = sorted((Path(__file__).parents[2] / "ds_configs" / "sweeps").glob("*.json"))
 SHAPES = sorted((Path(__file__).parents[2] / "ds_configs" / "sweeps" / "shapes").glob("*.json"))
-
-
-@pytest.fixture
-def sweep(tmp_path):
-    def read(content, gpus=1):
-        file = tmp_path / "sweep.json"
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
-        return read_sweep(file, gpus)[1]
-
-    return read
-
-
-def test_named_points_times_a_grid(sweep):
-    points = sweep(
-        {
-            "set": {"data.sequence_length": 64, "train.seed": 1},
-            "points": [{"name": "a", "set": {"train.seed": 2}}, {"name": "b"}],
-            "grid": {"fp8.activations.save": ["fp8", "bf16"], "gpus": [1, 4]},
-        },
-        gpus=2,
-    )
-    assert [point.name for point in points][:3] == [
-        "a, save fp8, gpus 1",
-        "a, save fp8, gpus 4",
-        "a, save bf16, gpus 1",
-    ]
-    assert len(points) == 8
-    assert points[0].settings == {"data.sequence_length": 64, "train.seed": 2, "fp8.activations.save": "fp8"}
-    assert [points[0].gpus, points[1].gpus] == [1, 4]
-    assert points[4].settings["train.seed"] == 1
-
-
-def test_a_grid_alone_and_points_alone(sweep):
-    assert [point.name for point in sweep({"grid": {"train.seed": [1, 2]}}, gpus=3)] == ["seed 1", "seed 2"]
-    assert sweep({"points": [{"name": "x"}]}, gpus=3) == [Point("x", {}, 3)]
-
-
-def test_a_grid_of_the_command_line(sweep, tmp_path):
-    words = ["fp8.preset=infir2, coat", "train.seed=1,2"]
-    config, points = read_sweep(None, 2, words, ["data.sequence_length=64", "train.steps=5"])
-    assert config.grid == {"fp8.preset": ["infir2", "coat"], "train.seed": [1, 2]}
-    assert [point.name for point in points][:2] == ["preset infir2, seed 1", "preset infir2, seed 2"]
-    assert points[0].settings == {
-        "data.sequence_length": 64, "train.steps": 5, "fp8.preset": "infir2", "train.seed": 1,
-    }  # fmt: skip
-    sweep({"points": [{"name": "a", "set": {"train.steps": 6}}]})
-    _, points = read_sweep(tmp_path / "sweep.json", 2, words[1:], ["train.steps=5"])
-    assert [(point.name, point.settings["train.steps"]) for point in points] == [("a, seed 1", 6), ("a, seed 2", 6)]
-    objects = read_sweep(None, 1, ['fp8.linear={"input": {"format": "int8"}},{}'])[0].grid
-    assert objects == {"fp8.linear": [{"input": {"format": "int8"}}, {}]}
-
-
-def test_words_that_are_no_grid():
-    for word in ("", "train.seed", "=1", "train.seed= "):
-        with pytest.raises(UserError, match="KEY=VALUE") as error:
-            read_sweep(None, 1, [word])
-        assert "--grid" in error.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("{", "line 1"),
-        ("[]", "JSON object"),
-        ({}, "no points"),
-        ({"grids": {}}, "grid"),
-        ({"points": [{"nam": "x"}]}, "nam"),
-        ({"points": [{"name": "x"}, {"name": "x"}]}, "two points"),
-        ({"grid": {"train.seed": []}}, "no points"),
-        ({"grid": {"train.seed": 3}}, "list"),
-        ({"grid": {"train.seed": list(range(100)), "train.steps": list(range(1, 101))}}, "10,000 points"),
-        ({"grid": {"gpus": [0]}}, "gpus"),
-    ],
-)
-def test_what_is_wrong_with_a_file(sweep, content, says):
-    with pytest.raises(UserError) as error:
-        sweep(content)
-    assert says in str(error.value)
-    assert error.value.remedy
-    assert error.value.file
 
 
 @pytest.mark.parametrize(
@@ -131,8 +52,7 @@ def test_a_point_that_the_stage_does_not_take(tmp_path, settings, says):
 @pytest.mark.parametrize("stage", SHAPES, ids=lambda file: file.stem)
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
 def test_ready_sweeps_load_with_the_ready_shapes(file, stage):
-    _, points = read_sweep(file, 4)
-    check_points(points, stage)
+    check_points(read_points(file, 4), stage)
 
 
 RAW = workloads.stage()
@@ -141,13 +61,13 @@ RAW = workloads.stage()
 MEASURED = {"peak_bytes": 2 << 30, "loss": 2.5, "process_bytes": 0}
 
 
-def record(name, peak, tokens, status="ok", **more):
-    measured = {} if status != "ok" else {"peak_bytes": peak, "reserved_bytes": peak, "tokens_per_second": tokens}
-    measured |= {} if status != "ok" else {"loss": 2.5, "step_seconds": 1.0, "steps": 2, "process_bytes": 0}
+def record(name, peak, tokens, status="ran", **more):
+    measured = {} if status != "ran" else {"peak_bytes": peak, "reserved_bytes": peak, "tokens_per_second": tokens}
+    measured |= {} if status != "ran" else {"loss": 2.5, "step_seconds": 1.0, "steps": 2, "process_bytes": 0}
     parts = {"master weights": peak // 3, "moments": peak // 3, "activations": peak // 4}
     estimate = {"peak_bytes": sum(parts.values()), "parts": parts}
     return {
-        "key": name, "name": name, "status": status, "reason": "" if status == "ok" else "<b>CUDA & co</b>",
+        "key": name, "name": name, "status": status, "reason": "" if status == "ran" else "<b>CUDA & co</b>",
         "settings": {"fp8.enabled": name != "BF16", "train_batch_size": None}, "gpus": 2, "device": "a GPU",
         "seconds": 1.0, "estimate": estimate, **measured, **more,
     }  # fmt: skip
@@ -167,7 +87,7 @@ def test_the_table_on_the_terminal():
     print_records(RECORDS, console)
     lines = console.file.getvalue().splitlines()
     assert [word.strip() for word in lines[4].split("│")[1:-1]] == [
-        "infir2", "ok", "25.00", "22.92", "-8.3%", "0.62", "750", "2.5000",
+        "infir2", "ran", "25.00", "22.92", "-8.3%", "0.62", "750", "2.5000",
     ]  # fmt: skip
     assert "out of memory" in lines[6]
 
@@ -248,7 +168,9 @@ def test_a_model_without_an_estimate_is_planned_and_measured(call, folder, capsy
     del raw["model"]["config"]["vocab_size"]
     (folder / "open.json").write_text(json.dumps(raw))
     monkeypatch.setattr(
-        sweep_module, "run_point", lambda *_, **__: {"status": "ok", "reason": "", **MEASURED, "tokens_per_second": 9.0}
+        sweep_module,
+        "run_point",
+        lambda *_, **__: {"status": "ran", "reason": "", **MEASURED, "tokens_per_second": 9.0},
     )
     arguments = ["open.json", "--grid", "fp8.enabled=true,false", "--out", "without"]
     monkeypatch.chdir(folder)
@@ -258,7 +180,7 @@ def test_a_model_without_an_estimate_is_planned_and_measured(call, folder, capsy
     assert printed.count("no estimate: the vocabulary") == 1
     assert main(["sweep", *arguments]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ enabled true ")]
-    assert [[word.strip() for word in row.split("│")[2:-2]] for row in rows] == [["ok", "2.00", "–", "–", "1.00", "9"]]
+    assert [[word.strip() for word in row.split("│")[2:-2]] for row in rows] == [["ran", "2.00", "–", "–", "1.00", "9"]]
     assert [json.loads(line)["estimate"] for line in (folder / "without" / FILE).read_text().split("\n") if line] == [
         None,
         None,
@@ -313,14 +235,14 @@ with (folder / "metrics.jsonl").open("w") as metrics:
 DEED
 """
 DEEDS = {
-    "ok": "time.sleep(100)",
+    "ran": "time.sleep(100)",
     "out of memory": 'print("torch.OutOfMemoryError: CUDA out of memory."); sys.exit(1)',
     "failed": 'raise ValueError("the reason")',
     "refused": 'print("error: a wrong key"); sys.exit(2)',
     "timeout": "time.sleep(100)",
     "killed": "os.kill(os.getpid(), 9)",
 }
-STEPS = {"ok": 2}
+STEPS = {"ran": 2}
 
 
 @pytest.fixture
@@ -342,7 +264,7 @@ def run(tmp_path, monkeypatch):
 def test_how_a_point_ends(run, tmp_path, status):
     outcome = run(DEEDS[status], STEPS.get(status, 3), 4 if status == "timeout" else 60)
     assert outcome["status"] == status
-    if status == "ok":
+    if status == "ran":
         assert outcome["peak_bytes"] == 20
         assert outcome["tokens_per_second"] == 14.0  # the first step is left out
     else:
@@ -368,7 +290,7 @@ def test_what_a_killed_driver_left_is_ended_before_the_next_try(run, tmp_path):
     pids = [int(pid) for pid in pids_file.read_text().split()]
     assert len(pids) == 2
     assert all(map(_runs, pids))
-    assert run(DEEDS["ok"], 2)["status"] == "ok"
+    assert run(DEEDS["ran"], 2)["status"] == "ran"
     assert not any(map(_runs, pids))
 
 
@@ -377,17 +299,17 @@ def _runs(pid: int) -> bool:
 
 
 def test_what_is_measured_is_known_by_its_settings_and_runs_once(tmp_path, monkeypatch):
-    """A torn line is lost and nothing else, and a point that was killed runs again."""
-    statuses = iter(["ok", "failed", "killed", "out of memory", "ok", "ok"])
+    """A line that was cut off is lost and nothing else, and a point that was killed runs again. "ok" was "ran" once."""
+    statuses = iter(["ok", "failed", "killed", "out of memory", "ran", "ran"])
     monkeypatch.setattr(
         sweep_module, "run_point", lambda *_, **__: {"status": next(statuses), "reason": "", "peak_bytes": 1}
     )
     points = [Point("a", {}, 1), Point("b", {"train.seed": 3}, 1), Point("c", {}, 2)]
     sweep = Sweep(Path("stage.json"), RAW, tmp_path, 4, 60.0)
-    assert [record["status"] for record in sweep.run(points)] == ["ok", "failed"]
+    assert [record["status"] for record in sweep.run(points)] == ["ran", "failed"]
     with (tmp_path / FILE).open("a") as stream:
         stream.write('{"key": "b", "sta')
-    assert [record["status"] for record in sweep.run(points)] == ["ok", "failed", "out of memory"]
+    assert [record["status"] for record in sweep.run(points)] == ["ran", "failed", "out of memory"]
     renamed = [Point("another name", {"train.run_dir": "elsewhere"}, 1), *points[1:]]
     assert [record["name"] for record in sweep.known(renamed)] == ["a", "b", "c"]
     longer = Sweep(Path("stage.json"), RAW, tmp_path, 5, 60.0)

@@ -94,7 +94,7 @@ def finished_run(
     return folder
 
 
-def twins(folder: Path, *names: str, fp8: float = 0.505, bf16: float = 0.5) -> Path:
+def pairs(folder: Path, *names: str, fp8: float = 0.505, bf16: float = 0.5) -> Path:
     """Write fp8/NAME and bf16/NAME with these final losses, and return `folder`."""
     for name in names:
         finished_run(folder / "fp8" / name, fp8, 530, 0.8)

@@ -17,6 +17,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.report.verdict import Mean, word_of
 from ds_fp8.train import load_stage
 from ds_fp8.train.sensitivity import CastSwitch, Judge, measure, parts_of, propose, shares_of
 from tests.layers.hugging_face import causal_lm, tokens
@@ -158,6 +159,10 @@ def test_the_command_on_documents(run, folder, write):
     kept = len(convert(model, parse_fp8(written)).left) - 1  # and the head
     assert kept == 14 - sum(isinstance(module, FP8Linear) for module in model.modules())
     assert kept > 0
+    everything = figures["costs"][0]
+    expected = word_of(Mean(everything["loss_increase"], everything["loss_standard_error"]))
+    assert figures["verdict"] == expected
+    assert f"{expected}: all linear layers in FP8 change the loss of 2 rows by " in printed
     again, _ = run(folder / "text.txt", *preset)
     assert again == figures  # deterministic
     written["data"] = {"path": str(folder / "text.txt"), "validation_fraction": 0.5}
@@ -170,6 +175,7 @@ def test_a_budget_below_every_part_proposes_and_writes_nothing(run, folder, tmp_
     smallest = min((entry for entry in figures["costs"]), key=lambda entry: entry["flops_share"])
     assert f"{smallest['pattern']}, has {smallest['flops_share']:.2%}" in printed
     assert [file.name for file in (tmp_path / "none").iterdir()] == ["sensitivity.json"]
+    assert run(folder / "text.txt", "--rows", "1")[0]["verdict"] == "undecided"
     enough = printed.partition("(--budget ")[2].split()[0]
     assert run(folder / "text.txt", "--budget", enough)[0]["proposal"]["overrides"]
 

@@ -23,9 +23,8 @@ from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.zero.collectives import GATHER, WireMeter, first_reason
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 from ds_fp8.zero.deepspeed.hooks import CheckpointState, Hooks
-from ds_fp8.zero.deepspeed.methods import has_optimizer, on_destroy, replace
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
-from ds_fp8.zero.deepspeed.optimizer import overflowed
+from ds_fp8.zero.deepspeed.optimizer import has_optimizer, overflowed
 from ds_fp8.zero.deepspeed.parameters import (
     data_parallel_group,
     fetch_from_host,
@@ -34,6 +33,7 @@ from ds_fp8.zero.deepspeed.parameters import (
     link_moments,
     untrained_parameters,
 )
+from ds_fp8.zero.deepspeed.patches import on_destroy, replace
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules

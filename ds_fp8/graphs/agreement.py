@@ -70,7 +70,8 @@ class Facts(NamedTuple):
 
     state: State
     alone: bool  # no other forward is outstanding, or graphs have been captured: this is how the training goes
-    lasting: bool  # memory suffices, and the model has not changed again and again
+    affordable: bool  # no graph was freed for memory before it had paid for its capture
+    constant: bool  # the model's code or settings have changed fewer than MAX_CHANGES times
     unmeasured: bool  # its casts are not measured, which a graph cannot do
     unchecked: bool  # the graph need not be checked now
     comparable: bool  # the graph runs the kernels of an eager forward
@@ -82,8 +83,10 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
     """Return what is done with a micro-batch, and a reason to log; a pure function of what all ranks know."""
     if not facts.alone:
         return Action.END, "one backward has the losses of several forwards"
-    if not facts.lasting:
-        return Action.END, "too little memory is free next to them, or the model changes again and again"
+    if not facts.affordable:
+        return Action.END, "too little memory is free next to them"
+    if not facts.constant:
+        return Action.END, "the model changes again and again"
     if facts.state is State.EAGER:
         return Action.EAGER, None  # the reason is another one on every rank
     if facts.state is State.CAPTURED:

@@ -32,8 +32,9 @@ from ds_fp8.graphs.capture import GraphPool, before_process_groups_end, process_
 from ds_fp8.graphs.replay import Call, Forward, MicroBatchGraph, Shape, watched
 from ds_fp8.layers.attention import documents
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.zero.deepspeed.methods import before_load, on_destroy, on_step, replace
+from ds_fp8.zero.deepspeed.hooks import Hooks
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
+from ds_fp8.zero.deepspeed.patches import on_destroy, replace
 
 EAGER_STEPS = 2  # micro-batches of a shape that run eagerly before one is captured
 UNORDERED_STEPS = 6  # the same where DeepSpeed never learns the order of modules: forwards without gradients between
@@ -76,14 +77,15 @@ class GraphDriver:
         self._changed_attribute: str | None = None  # of a module of unknown code, that a forward has changed
         self._draws = False  # a forward has drawn random numbers
         self._differentiates = False  # a forward computes gradients of its own
+        # On this rank; all ranks end their graphs with the next micro-batch.
         self._changes = 0  # of a captured model's code or settings
-        self._gives_up = False  # on this rank: all ranks end their graphs with the next micro-batch
+        self._freed_too_soon = False  # a graph was freed for memory before it had paid for its capture
         self._evaluated = False  # since the last eager micro-batch
         self._captured_once = False
         self._group = agreement.group_of_all_ranks(engine.device)
         replace(engine, engine.module, "_call_impl", self)
-        on_step(engine, self._end_where_compiled)
-        before_load(engine, self.reset)
+        Hooks.of(engine).after_step.append(self._end_where_compiled)
+        Hooks.of(engine).before_load.append(self.reset)
         on_destroy(engine, self._destroy)
         before_process_groups_end(self)
 
@@ -191,7 +193,8 @@ class GraphDriver:
         mine = Facts(
             state=State.EAGER,  # replaced below, when the ranks have compared the rest
             alone=not call.outstanding or self._captured_once,
-            lasting=not self._gives_up,
+            affordable=not self._freed_too_soon,
+            constant=self._changes < MAX_CHANGES,
             unmeasured=unmeasured,
             unchecked=unchecked,
             comparable=graph is not None and (call.documents > 0) == (graph.max_documents > 0),
@@ -405,7 +408,7 @@ class GraphDriver:
         """Free the graphs where they leave less memory to what runs next to them on this rank."""
         graphs = self._graphs
         if graphs and not any(graph.pending for graph in graphs) and not self._pool.has_room(needed, self.kept_bytes):
-            self._gives_up = self._gives_up or self.replays < PAID_AFTER
+            self._freed_too_soon = self._freed_too_soon or self.replays < PAID_AFTER
             self._free()
             torch.cuda.empty_cache()
 
@@ -418,7 +421,6 @@ class GraphDriver:
         self._code, self._unknown_code = code, conditions.unknown_code(module)
         # A model that is changed before its first graph costs nothing; capturing again and again takes time.
         self._changes += self.captured > 0
-        self._gives_up = self._gives_up or self._changes >= MAX_CHANGES
         self.reset()
         for shape in self._shapes.values():
             shape.reason = None

@@ -30,8 +30,8 @@ from ds_fp8.zero import streams
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.masters import FlatMasters
 from ds_fp8.zero.deepspeed.parameters import bf16_shard, shard_of
-from ds_fp8.zero.masters import Masters
 from ds_fp8.zero.param import FP8Param, ReferenceShardCast, Stack
+from ds_fp8.zero.quantizer import Quantizer
 
 # Parameters of a sub-group with their offsets in it: FP8Params, or one SplitParameter
 Members = list[tuple[Any, int]]
@@ -108,7 +108,7 @@ class SplitParameter:
             self.load(self._staged)
 
 
-class CodedMasters(Masters):
+class CodedQuantizer(Quantizer):
     """Weights with masters of data and corrections, and parameters with masters of BF16 and corrections."""
 
     steps = True

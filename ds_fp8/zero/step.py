@@ -30,7 +30,7 @@ from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
 from ds_fp8.zero.deepspeed.parameters import PersistentGather
 from ds_fp8.zero.gradients import GradientShards
 from ds_fp8.zero.group import FP8ParamGroup
-from ds_fp8.zero.masters import Masters
+from ds_fp8.zero.quantizer import Quantizer
 
 
 def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:
@@ -57,7 +57,7 @@ class Step:
         """Take the optimizer of a ZeRO-3 engine apart; `why_not` must have returned None."""
         self._zero, self._optimizer = ZeroStep(engine), optimizer
         self._group: FP8ParamGroup | None = None
-        self._masters: list[Masters] = []  # of weights whose data the update writes
+        self._quantizers: list[Quantizer] = []  # of weights whose data the update writes
         self.gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
         self._zero.leave_gradients_in_place()
         self.end_backward: Callable[[], None] = self._zero.end_backward
@@ -70,7 +70,7 @@ class Step:
         numels = [masters.numel() for _, masters, _ in self._zero.sub_groups()]
         if group.trained is not None:
             group.trained.quantize_in_step(self._optimizer, numels)
-        self._group, self._masters = group, [some for some in group.masters if some.steps]
+        self._group, self._quantizers = group, [some for some in group.quantizers if some.steps]
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -90,7 +90,7 @@ class Step:
             write_bf16 = self._zero.write_bf16 if group is None else group.prepare_bf16()
             taken = not verdict.get()
             if taken:
-                for some in self._masters:
+                for some in self._quantizers:
                     some.taken()
                 write_bf16()
                 self._zero.finish(norm / self._zero.loss_scale)
@@ -123,9 +123,9 @@ class Step:
         """Launch the update of masters, moments and data; on the device it changes nothing where `skip` is not zero."""
         # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
         self._zero.clear_model_gradients()
-        if self._masters:
+        if self._quantizers:
             self._group.before_update()
-        for some in self._masters:
+        for some in self._quantizers:
             some.begin()
         work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(self._zero.sub_groups())]
         factor = self._factor(norm)
@@ -133,12 +133,12 @@ class Step:
         self._launched = Launched(skip, self._optimizer.prepare(masters for _, masters, *_ in work))
         self.gradients.close_step()
         self._optimizer.step(work=work, factor=factor, skip=skip)
-        for some in self._masters:
+        for some in self._quantizers:
             some.finish(skip)
 
     def _update_of(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
         """Return what takes AdamW's step of a sub-group in place of the optimizer, or None."""
-        updates = (some.update(sub_group, masters) for some in self._masters)
+        updates = (some.update(sub_group, masters) for some in self._quantizers)
         return next((update for update in updates if update is not None), None)
 
     def _factor(self, norm: torch.Tensor) -> torch.Tensor | None:

@@ -24,8 +24,8 @@ from ds_fp8.optim.masters import stored_amax
 from ds_fp8.optim.moments import CODECS, Layout, Moment
 from ds_fp8.zero.coded_masters import ReferenceStep
 from ds_fp8.zero.deepspeed.parameters import Shard
-from ds_fp8.zero.masters import make_shard_cast, place_scales
 from ds_fp8.zero.param import FP8Param, stacks_of
+from ds_fp8.zero.quantizer import make_shard_cast, place_scales
 
 STEP = AdamStep(3, 1e-4, 0.9, 0.95, 1e-8, 0.1)
 COLUMNS = 4096

@@ -23,9 +23,9 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed import versions
-from ds_fp8.zero.deepspeed.methods import HOOKS, has_optimizer, on_destroy, replace
-from ds_fp8.zero.deepspeed.optimizer import overflowed
+from ds_fp8.zero.deepspeed.optimizer import has_optimizer, overflowed
 from ds_fp8.zero.deepspeed.parameters import bytes_to_gather, link_moments, order
+from ds_fp8.zero.deepspeed.patches import on_destroy, replace
 from ds_fp8.zero.streams import profiled
 
 if TYPE_CHECKING:  # of packages whose files import this folder
@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # of packages whose files import this folder
 
 Stock = Callable[..., Any]  # DeepSpeed's own method
 
+_HOOKS = "_ds_fp8_hooks"  # attribute of an engine and its parameters
 _AVERAGE_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _engines_alive = 0  # engines whose parameters' lists are handed to them
 
@@ -83,17 +84,21 @@ class Hooks:
         self.states: dict[str, CheckpointState] = {}
         self._engine, self._count_gather = engine, count_gather
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._written: object | None = None  # event behind the last write to shards, by a step or a user
+        self._write_event: object | None = None  # behind the last write to shards, by a step or a user
         self._writes_masters = False  # true while all masters are overwritten
         self._install(engine)
 
+    @staticmethod
+    def of(engine: deepspeed.DeepSpeedEngine) -> Hooks:
+        return vars(engine)[_HOOKS]
+
     def _install(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        replace(engine, engine, HOOKS, self)
+        replace(engine, engine, _HOOKS, self)
         hook(engine, engine, "save_checkpoint", self.save_checkpoint)
         hook(engine, engine, "load_checkpoint", self.load_checkpoint)
         for parameter in engine.module.parameters():
             if hasattr(parameter, "ds_id"):
-                replace(engine, parameter, HOOKS, self)
+                replace(engine, parameter, _HOOKS, self)
                 # A closure that DeepSpeed puts on every parameter of ZeRO-3; fetches of one engine call it.
                 hook(engine, parameter, "all_gather_coalesced", self.all_gather_coalesced)
         if engine.zero_optimization_partition_weights():
@@ -134,26 +139,37 @@ class Hooks:
                 if self.own_step is not None:
                     result = self.own_step()
                 elif self.group is not None:
-                    skipped = functools.partial(overflowed, self._engine)
-                    result = self.group.step(functools.partial(stock, *args, **kwargs), skipped)
+                    result = self._stock_step(stock, *args, **kwargs)
                 else:
                     result = stock(*args, **kwargs)
             finally:
                 # Behind all that is launched, update, requantize and gather of persistent parameters: whoever gathers
                 # next on another stream waits for it.
-                self._written = streams.record_event()
+                self._write_event = streams.record_event()
             # Last here, and before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or
             # measure, and see what the next forward would.
             for callback in self.after_step:
                 callback()
             return result
 
+    def _stock_step(self, stock: Stock, *args, **kwargs) -> Any:
+        self.group.wait_for_requantize()  # it reads masters, on a stream of its own
+        try:
+            result = stock(*args, **kwargs)
+            if not overflowed(self._engine):
+                self.group.step_wrote()
+            self.group.requantize()
+            return result
+        except BaseException:
+            self.group.step_ended_midway()
+            raise
+
     # ---------------------------------------------------------------- parameters
 
     def all_gather_coalesced(self, stock: Stock, params: Iterable[nn.Parameter], *args, **kwargs) -> Handle | Any:
         """Begin to gather parameters for the modules that compute with them."""
         # DeepSpeed's stream of gathers waits for no other: nothing else keeps it from shards that are still written.
-        streams.wait_event(self._written)
+        streams.wait_event(self._write_event)
         with profiled("gather"):
             if self.group is None:
                 return stock(self._counted(params), *args, **kwargs)
@@ -172,7 +188,7 @@ class Hooks:
         self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, hierarchy: int | None = None
     ) -> Any:
         """Gather parameters of this engine for readers of BF16, and those that stay unsharded between steps."""
-        streams.wait_event(self._written)  # as in `all_gather_coalesced`
+        streams.wait_event(self._write_event)  # as in `all_gather_coalesced`
         with profiled("gather"):
             params = self._counted(params)
             if self.group is not None:
@@ -201,7 +217,7 @@ class Hooks:
         # Only then were shards written: an ordinary release frees the unsharded copy alone, and later gathers
         # need not wait.
         if has_been_updated:
-            self._written = streams.record_event()
+            self._write_event = streams.record_event()
 
     def _counted(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters, the bytes that DeepSpeed gathers of them counted."""
@@ -420,7 +436,7 @@ def _handed_out(stock: Stock, handler: Callable[..., Any]) -> Stock:
         by_owner: dict[int, tuple[Hooks, list[nn.Parameter]]] = {}
         stock_parameters = []
         for parameter in param_list:
-            owner = vars(parameter).get(HOOKS)
+            owner = vars(parameter).get(_HOOKS)
             if owner is None:
                 stock_parameters.append(parameter)
             else:

@@ -13,11 +13,16 @@ import torch
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_fp8.zero import streams
-from ds_fp8.zero.deepspeed.methods import has_optimizer, replace
 from ds_fp8.zero.deepspeed.parameters import shard_of
+from ds_fp8.zero.deepspeed.patches import replace
 
 _FLUSH_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _GRADIENT_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+
+def has_optimizer(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether the engine trains; without an optimizer ZeRO-3 still shards the weights, in BF16 only."""
+    return hasattr(engine.optimizer, "step")
 
 
 def why_no_own_step(engine: deepspeed.DeepSpeedEngine) -> str | None:

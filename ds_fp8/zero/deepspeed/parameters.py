@@ -15,7 +15,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_fp8.zero.deepspeed.methods import replace
+from ds_fp8.zero.deepspeed.patches import replace
 
 _ALIGNMENT = 512  # bytes that the beginning of every parameter is a multiple of, as if torch had allocated it by itself
 

@@ -72,7 +72,7 @@ def make_shard_cast(weights: Sequence[FP8Param], shards: torch.Tensor, spec: Cas
     return TritonShardCast(weights, shards, spec)
 
 
-class Masters:
+class Quantizer:
     """Scales and residuals of weights that are quantized together; subclasses quantize, and take part in a step."""
 
     # Whether an optimizer step writes data: begin, update of every sub-group, finish, and taken unless it was skipped.
@@ -152,7 +152,7 @@ class Masters:
         return scales
 
 
-class FP32Masters(Masters):
+class FP32Quantizer(Quantizer):
     """Weights with FP32 masters, or without masters."""
 
     def __init__(self, stacks: list[Stack], wire: WireMeter, data: torch.Tensor):

@@ -178,8 +178,8 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, hooks
     if not isinstance(optimizer, AdamW):
         return
     state.optimizer = hooks.moments = optimizer
-    for shard, segments in flat_parameters(engine):
-        optimizer.set_segments(shard, [segment.numel for segment in segments])
+    for shard, lengths in flat_parameters(engine):
+        optimizer.set_segments(shard, lengths)
     if engine.zero_optimization_stage() in (1, 2):
         link_moments(engine, optimizer)
 

@@ -231,18 +231,18 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if work is None:
+            work = [(g, p, p.grad, None) for g in self.param_groups for p in g["params"] if p.grad is not None]
+            for _, p, gradient, _ in work:
+                if gradient.layout is not torch.strided:
+                    remedy = "torch.nn.Embedding(..., sparse=False)"
+                    raise UserError("a gradient is sparse, and moments are dense", remedy=remedy)
+                if not p.is_floating_point():
+                    raise UserError(f"a parameter is {p.dtype}", remedy="optimise floating point parameters only")
         # All states first: if an allocation fails, nothing has changed.
-        if work is not None:
-            prepared = [(group, p, gradient, self._state_of(p), update) for group, p, gradient, update in work]
-            for group, p, gradient, state, update in prepared:
-                self._advance(p, gradient, state, group, skip, factor, update)
-            return loss
-        with_gradients = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for _, p in with_gradients:
-            _check_gradient(p)
-        states = [self._state_of(p) for _, p in with_gradients]
-        for (group, p), state in zip(with_gradients, states, strict=True):
-            self._advance(p, p.grad, state, group)
+        prepared = [(group, p, gradient, self._state_of(p), update) for group, p, gradient, update in work]
+        for group, p, gradient, state, update in prepared:
+            self._advance(p, gradient, state, group, skip, factor, update)
         return loss
 
     def prepare(self, parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
@@ -261,9 +261,9 @@ class AdamW(torch.optim.Optimizer):
         gradient: torch.Tensor,
         state: dict[str, Any],
         group: dict[str, Any],
-        skip: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
-        update: Callable[..., None] | None = None,
+        skip: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        update: Callable[..., None] | None,
     ) -> None:
         # A new tensor: DeepSpeed's universal checkpoints share one among parameters.
         state["step"] = state["step"] + 1
@@ -431,13 +431,6 @@ def step_on(device: torch.device, moments: Sequence[torch.Tensor | Moment]) -> C
 
 def _flat(state: torch.Tensor | Moment) -> torch.Tensor | Moment:
     return state if isinstance(state, Moment) else state.view(-1)
-
-
-def _check_gradient(p: torch.Tensor) -> None:
-    if p.grad.layout is not torch.strided:
-        raise UserError("a gradient is sparse, and moments are dense", remedy="torch.nn.Embedding(..., sparse=False)")
-    if not p.is_floating_point():
-        raise UserError(f"a parameter is {p.dtype}", remedy="optimise floating point parameters only")
 
 
 def check_hyperparameters(values: Mapping[str, tuple[Any, bool]], remedy: str) -> None:

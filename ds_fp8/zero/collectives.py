@@ -22,7 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -66,34 +66,11 @@ def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
     return manager.wait
 
 
-class Transport(Protocol):
-    """Carries the shards of all ranks. Every method but `allocate` is called on all ranks."""
+class Transport:
+    """Carries the shards of all ranks, by collectives of NCCL or gloo. All methods but `allocate` are collective."""
 
     local: torch.Tensor  # this rank's shards, uint8 [numel], zeros at first
     description: str  # how they are carried, and why not faster
-
-    def allocate(self, numel: int) -> torch.Tensor:
-        """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""
-
-    def write(self) -> None:
-        """Let the current stream wait until no rank reads shards for the gathers so far.
-
-        For this rank's own gathers, those too that were fetched ahead and that no product has waited for.
-        """
-
-    def written(self) -> None:
-        """Let the current stream wait until all ranks have written what they were writing."""
-
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
-        """Begin to gather every input, a view of `local`, into its output, behind what the current stream holds.
-
-        Inputs are uint8 [n_i], the other ranks' at the same places of theirs; they land in outputs, uint8
-        [ranks * n_i], in the order of the ranks of `group`, that of the weights.
-        """
-
-
-class Collectives:
-    """NCCL or gloo: a gather is a collective, which no rank can run ahead of."""
 
     def __init__(self, numel: int, device: torch.device, why: str | None = None):
         """Allocate `local`; `why` nothing faster carries the shards."""
@@ -102,9 +79,14 @@ class Collectives:
         self._readers: list[object] = []  # streams that gathers have begun on
 
     def allocate(self, numel: int) -> torch.Tensor:
-        return self.local.new_empty(numel)
+        """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""
+        return torch.empty(numel, dtype=torch.uint8, device=self.local.device)
 
     def write(self) -> None:
+        """Let the current stream wait until no rank reads shards for the gathers so far.
+
+        For this rank's own gathers, those too that were fetched ahead and that no product has waited for.
+        """
         # The other ranks have read from a gather's input once it has ended here, for it is a collective. It runs on
         # NCCL's own stream. But every handle is waited for on the stream that it began on, that of a prefetch which
         # nobody used by DeepSpeed: behind that stream all of them have ended.
@@ -112,16 +94,22 @@ class Collectives:
             streams.wait_stream(stream)
 
     def written(self) -> None:
-        """Wait for nothing: a gather of another rank reads nothing here before it begins here, behind the writing."""
+        """Let the current stream wait until all ranks have written what they were writing."""
+        # For nothing: a gather of another rank reads nothing here before it begins here, behind the writing.
 
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
+        """Begin to gather every input, a view of `local`, into its output, behind what the current stream holds.
+
+        Inputs are uint8 [n_i], the other ranks' at the same places of theirs; they land in outputs, uint8
+        [ranks * n_i], in the order of the ranks of `group`, that of the weights.
+        """
         stream = streams.current_stream()
         if stream not in self._readers:
             self._readers.append(stream)
         return all_gather(outputs, inputs, group)
 
 
-class PeerMemory:
+class PeerMemory(Transport):
     """Copy engines: every rank reads the buffers of all others of its group, out of symmetric memory."""
 
     description = "by copy engines"
@@ -137,9 +125,6 @@ class PeerMemory:
         self.local: torch.Tensor = self._of_rank[rank]
         self._stream, self._done = streams.new_stream(), None
         _live.add(self)
-
-    def allocate(self, numel: int) -> torch.Tensor:
-        return torch.empty(numel, dtype=torch.uint8, device=self.local.device)
 
     def _map(self, numel: int, device: torch.device) -> list[torch.Tensor]:
         """Return the memory of every rank, this rank's zeroed. Collective."""
@@ -264,7 +249,7 @@ def choose(numel: int, device: torch.device, groups: Sequence[object]) -> Transp
     """Return what carries shards: copy engines if the ranks can share memory, otherwise collectives. Collective."""
     # Memory is mapped for one group; weights of experts with groups of their own would need one buffer each.
     shared = share(numel, device, groups[0]) if len(groups) == 1 else "the weights are sharded over several groups"
-    return shared if isinstance(shared, PeerMemory) else Collectives(numel, device, shared)
+    return shared if isinstance(shared, PeerMemory) else Transport(numel, device, shared)
 
 
 # ---------------------------------------------------------------- all-gather of weights
@@ -407,13 +392,9 @@ class WireMeter:
         return Counter({**self._sent, EXCHANGE: exchanges.bytes_sent() - self._exchanged_before})
 
     def add(self, sent: Counter[str]) -> None:
-        """Count what a CUDA graph sends, of which Python sees nothing."""
+        """Count what a CUDA graph sends, of which Python sees nothing; negative: what was counted and not sent."""
         self._sent.update({purpose: sent[purpose] for purpose in (GATHER, GRADIENT)})
         exchanges.count_sent(sent[EXCHANGE])
-
-    def subtract(self, sent: Counter[str]) -> None:
-        """Take back what was counted and not sent."""
-        self.add(Counter({purpose: -nbytes for purpose, nbytes in sent.items()}))
 
     def take(self) -> dict[str, int]:
         """Return the bytes sent since the last call, by purpose."""

@@ -17,9 +17,9 @@ Each function has a kernel in reduce_triton.py; formats with a codec have the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -29,9 +29,6 @@ from ds_fp8.config.formats import BLOCK, FORMATS
 
 LIMIT = 1024  # items of a cache: buckets are far fewer where all steps have the same, and endless where they vary
 SPAN = 4096  # elements of a gradient slice that share one sum of squares
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -87,27 +84,6 @@ def span_count(numel: int) -> int:
     return -(-numel // SPAN)
 
 
-class Recent(Generic[K, V]):
-    """The values of the keys that were used last, at most `limit`."""
-
-    def __init__(self, limit: int = LIMIT):
-        self._limit = limit
-        self._values: dict[K, V] = {}
-
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        value = self._values.pop(key) if key in self._values else make()
-        self._values[key] = value  # the last one now
-        if len(self._values) > self._limit:
-            del self._values[next(iter(self._values))]
-        return value
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
 # ---------------------------------------------------------------- sums of rows
 
 
@@ -118,11 +94,10 @@ def has_kernel(tensor: torch.Tensor, format: str) -> bool:
 
 def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int = 1) -> torch.Tensor:
     """Sum the rows of a message in order, in FP32, and divide the sum; returns FP32 [places * width]."""
+    summed = sum_rows_reference
     if has_kernel(message, format):
-        from ds_fp8.zero import reduce_triton
-
-        return reduce_triton.sum_rows(message, shape, format, divisor)
-    return sum_rows_reference(message, shape, format, divisor)
+        from ds_fp8.zero.reduce_triton import sum_rows as summed
+    return summed(message, shape, format, divisor)
 
 
 def sum_rows_reference(message: torch.Tensor, shape: Message, format: str, divisor: int = 1) -> torch.Tensor:

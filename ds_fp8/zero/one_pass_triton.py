@@ -137,6 +137,7 @@ class StepAndCast:
         *,
         skip: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
+        **of_compressed_moments: object,
     ) -> None:
         """Take the step, as adamw_step_reference, of a sub-group's flat tensors; write amax and data.
 

@@ -51,82 +51,6 @@ from ds_fp8.zero.deepspeed.parameters import (
 SCALE_ALIGNMENT = 4
 
 
-class ShardLayout:
-    """Where this rank's part of a weight [R, C] lies, for the life of an engine; experts [E, N, K] are [E*N, K]."""
-
-    def __init__(self, shard: Shard, spec: CastSpec, outlier_channels: int = 0):
-        """Lay a shard out; whole rows with `outlier_channels` have room for an outlier block behind each."""
-        self.shard, self.spec = shard, spec
-        rows, columns = shard.shape
-        if (why := spec.why_not_sharded(shard.numel, columns)) is not None:
-            raise UserError(
-                f"a weight of {rows} x {columns} is sharded over {shard.world} ranks in parts of {shard.numel} "
-                f"elements, which {why}",
-                key="fp8.param_gather.format",
-                remedy='"param_gather": {"format": "bf16"}',
-            )
-        # Rows that share a row of scales; the cover begins with a whole group of them.
-        self.unit = group_shape(spec.granularity)[0] if is_of_blocks(spec.granularity) else 1
-        # A shard begins anywhere in a row. Casts by torch see whole rows, from the first row of a block of scales on:
-        #     cover   rows [first_row, first_row + num_rows) of the weight, zeros where other ranks have the elements
-        #     offset  of the shard's first element in the cover
-        self.first_row = min(shard.start, rows * columns) // columns // self.unit * self.unit
-        stop = math.ceil((shard.start + shard.valid) / columns) if shard.valid else self.first_row
-        self.num_rows = stop - self.first_row
-        self.offset = shard.start - self.first_row * columns
-        # From one row of data to the next, unsharded and, where a shard has whole rows, in it: one rank has all of a
-        # row then, and room costs no copy.
-        has_room = outlier_channels and shard.numel == rows // shard.world * columns
-        self.pitch = width_with_outliers(columns, min(outlier_channels, columns)) if has_room else columns
-        self.scale_shape = scale_shape(shard.shape, spec.granularity)
-        # One scale for all of the weight has no dimensions. Padding included: products read whole rows of scales.
-        scales_per_row = scale_shape((rows, self.pitch), spec.granularity)[-1] if self.scale_shape else 1
-        if spec.granularity == "128x128":
-            scales_per_row = math.ceil(scales_per_row / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
-        self.scale_strides = (scales_per_row, 1) if self.scale_shape else ()
-        self.scale_numel = math.prod(self.scale_shape[:1]) * scales_per_row
-
-    @property
-    def has_room(self) -> bool:
-        """Return whether data have an outlier block behind every row, in the shard and unsharded."""
-        return self.pitch > self.shard.shape[1]
-
-    @property
-    def data_numel(self) -> int:
-        """Return the bytes of the shard's data, padding and room included."""
-        return self.shard.numel * self.pitch // self.shard.shape[1]
-
-    @property
-    def unsharded_numel(self) -> int:
-        """Return the bytes of the unsharded weight's data, without padding."""
-        return self.shard.shape[0] * self.pitch
-
-    @property
-    def origin(self) -> int:
-        """Return the place of the weight's first byte of data, counted from the shard's."""
-        return -self.shard.start * self.pitch // self.shard.shape[1]
-
-    def cover(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the shard's valid elements on whole rows [num_rows, C], zeros around; a view if none are needed."""
-        shape = (self.num_rows, self.shard.shape[1])
-        if self.shard.valid == math.prod(shape):
-            return source[: self.shard.valid].view(shape)
-        cover = source.new_zeros(math.prod(shape))
-        cover[self.offset : self.offset + self.shard.valid] = source[: self.shard.valid]
-        return cover.view(shape)
-
-    def covered(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return the part of the unsharded weight's scales that belongs to the cover."""
-        if self.spec.granularity == "tensor":
-            return scales
-        return scales[self.first_row // self.unit : math.ceil((self.first_row + self.num_rows) / self.unit)]
-
-    def into(self, flat: torch.Tensor, cover: torch.Tensor) -> torch.Tensor:
-        """Write the shard's elements of a matrix over the cover into a flat tensor, and return that."""
-        flat[: self.shard.valid] = cover.flatten()[self.offset : self.offset + self.shard.valid]
-        return flat
-
-
 class State(Enum):
     """What modules and users find in the Parameter."""
 
@@ -135,17 +59,50 @@ class State(Enum):
     UNSHARDED_BF16 = "unsharded in BF16"  # the numbers in its data, all-gathered by DeepSpeed, on their way or there
 
 
-class FP8Param(ShardLayout):
-    """One weight that is unsharded in FP8."""
+class FP8Param:
+    """One weight [R, C] that is unsharded in FP8; experts [E, N, K] are [E*N, K]."""
 
     def __init__(
         self, parameter: nn.Parameter, shard: Shard, spec: CastSpec, outliers: OutlierChannels | None = None
     ) -> None:
-        """Describe a weight with its cast and outlier channels; its memory is given to it by `place` and others."""
-        # No room where masters are data and corrections: their step writes data flat (masters_triton.py).
-        channels = outliers.count if outliers is not None and has_fp32_master(parameter) else 0
-        super().__init__(shard, spec, channels)
-        self.parameter, self.outliers = parameter, outliers
+        """Lay a shard out with its cast and outlier channels; whoever quantizes it gives it memory."""
+        self.parameter, self.shard, self.spec, self.outliers = parameter, shard, spec, outliers
+        rows, columns = shard.shape
+        if (why := spec.why_not_sharded(shard.numel, columns)) is not None:
+            raise UserError(
+                f"a weight of {rows} x {columns} is sharded over {shard.world} ranks in parts of {shard.numel} "
+                f"elements, which {why}",
+                key="fp8.param_gather.format",
+                remedy='"param_gather": {"format": "bf16"}',
+            )
+        # Layout, for the life of an engine. Rows that share a row of scales; the cover begins with a whole group of
+        # them.
+        self.unit = group_shape(spec.granularity)[0] if is_of_blocks(spec.granularity) else 1
+        # A shard begins anywhere in a row. Casts by torch see whole rows, from the first row of a block of scales on:
+        #     cover   rows [first_row, first_row + num_rows) of the weight, zeros where other ranks have the elements
+        #     offset  of the shard's first element in the cover
+        self.first_row = min(shard.start, rows * columns) // columns // self.unit * self.unit
+        stop = math.ceil((shard.start + shard.valid) / columns) if shard.valid else self.first_row
+        self.num_rows = stop - self.first_row
+        self.offset = shard.start - self.first_row * columns
+        # Data have room for an outlier block behind every row, unsharded and in the shard, where shards are whole rows:
+        # one rank has all of a row then, and room costs no copy. Not where masters are data and corrections: their step
+        # writes data flat (masters_triton.py).
+        whole_rows = shard.numel == rows // shard.world * columns and has_fp32_master(parameter)
+        channels = min(outliers.count, columns) if outliers is not None and whole_rows else 0
+        self.pitch = width_with_outliers(columns, channels) if channels else columns  # from one row of data to the next
+        self.has_room = self.pitch > columns
+        self.data_numel = shard.numel * self.pitch // columns  # bytes of the shard's data, padding and room included
+        self.unsharded_numel = rows * self.pitch  # bytes of the unsharded weight's data, without padding
+        self.origin = -shard.start * self.pitch // columns  # of the weight's first byte of data, from the shard's
+        self.scale_shape = scale_shape(shard.shape, spec.granularity)
+        # One scale for all of the weight has no dimensions. Padding included: products read whole rows of scales.
+        scales_per_row = scale_shape((rows, self.pitch), spec.granularity)[-1] if self.scale_shape else 1
+        if spec.granularity == "128x128":
+            scales_per_row = math.ceil(scales_per_row / SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+        self.scale_strides = (scales_per_row, 1) if self.scale_shape else ()
+        self.scale_numel = math.prod(self.scale_shape[:1]) * scales_per_row
+
         self.placeholder = placeholder(full_shape(parameter), parameter.dtype, parameter.device)
         self.data = torch.empty(0, dtype=torch.uint8)  # the quantized shard, a slice of the buffer of all shards
         self.scale_start = 0  # first of the weight's scales in the buffer of those that are quantized with it
@@ -176,6 +133,28 @@ class FP8Param(ShardLayout):
         if self.unsharded is not None:
             return State.UNSHARDED
         return State.UNSHARDED_BF16 if is_gathered(self.parameter) else State.SHARDED
+
+    # ---------------------------------------------------------------- layout
+
+    def cover(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the shard's valid elements on whole rows [num_rows, C], zeros around; a view if none are needed."""
+        shape = (self.num_rows, self.shard.shape[1])
+        if self.shard.valid == math.prod(shape):
+            return source[: self.shard.valid].view(shape)
+        cover = source.new_zeros(math.prod(shape))
+        cover[self.offset : self.offset + self.shard.valid] = source[: self.shard.valid]
+        return cover.view(shape)
+
+    def covered(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return the part of the unsharded weight's scales that belongs to the cover."""
+        if self.spec.granularity == "tensor":
+            return scales
+        return scales[self.first_row // self.unit : math.ceil((self.first_row + self.num_rows) / self.unit)]
+
+    def into(self, flat: torch.Tensor, cover: torch.Tensor) -> torch.Tensor:
+        """Write the shard's elements of a matrix over the cover into a flat tensor, and return that."""
+        flat[: self.shard.valid] = cover.flatten()[self.offset : self.offset + self.shard.valid]
+        return flat
 
     # ---------------------------------------------------------------- unshard and reshard
 

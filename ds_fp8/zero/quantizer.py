@@ -20,6 +20,7 @@ valid until the masters or the channels change.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -36,7 +37,7 @@ from ds_fp8.config.formats import BLOCK, FORMATS, SCALE_TYPES, CastSpec
 from ds_fp8.config.plans import MOMENTS
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import RESIDUAL
-from ds_fp8.optim.adamw import AdamStep, AdamW
+from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero.collectives import GATHER, WireMeter
 from ds_fp8.zero.deepspeed.parameters import master_position
 from ds_fp8.zero.param import SCALE_ALIGNMENT, FP8Param, Numbers, ReferenceShardCast, Stack, in_runs, on_device
@@ -193,7 +194,21 @@ class FP32Quantizer(Quantizer):
 
     def quantize_in_step(self, optimizer: AdamW, numels: Sequence[int]) -> None:
         """Let steps compute amax and data, unless two passes are needed or faster; `numels`: of all sub-groups."""
-        self._kernels = one_pass_kernels(self.weights, optimizer, numels)
+        data, precision = self.weights[0].data, optimizer.precision
+        if not has_kernels(data.device) or any(getattr(precision, key) != "fp32" for key in MOMENTS):
+            return
+        from ds_fp8.zero import one_pass_triton
+
+        places = [master_position(weight.parameter) for weight in self.weights]
+        if None in places:  # frozen, stacked with trained ones
+            return
+        kernels = {}
+        for some in in_runs(zip(self.weights, places, strict=True), lambda one: one[1][0]):
+            index, members = some[0][1][0], [(weight, start) for weight, (_, start, _) in some]
+            if not one_pass_triton.can_take(members, numels[index]):
+                return
+            kernels[index] = one_pass_triton.StepAndCast(members, numels[index], data)
+        self._kernels = kernels
 
     def begin(self) -> None:
         """Begin a step, after the last reads of data."""
@@ -202,23 +217,8 @@ class FP32Quantizer(Quantizer):
 
     def update(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
         """Return the fused step of a sub-group; None if it has no weights here."""
-        if sub_group not in self._kernels:
-            return None
-
-        def update(
-            gradient: torch.Tensor,
-            exp_avg: torch.Tensor,
-            exp_avg_sq: torch.Tensor,
-            step: AdamStep,
-            *,
-            skip: torch.Tensor | None,
-            factor: torch.Tensor | None,
-            **of_compressed_moments: object,
-        ) -> None:
-            kernel = self._kernels[sub_group]
-            kernel(masters, self._amax_of_step, gradient, exp_avg, exp_avg_sq, step, skip=skip, factor=factor)
-
-        return update
+        kernel = self._kernels.get(sub_group)
+        return kernel and functools.partial(kernel, masters, self._amax_of_step)
 
     def finish(self, skip: torch.Tensor) -> None:
         """No-op: requantize does the all-reduce of amax and the shared blocks."""
@@ -226,25 +226,6 @@ class FP32Quantizer(Quantizer):
     def taken(self) -> None:
         """Commit the step: its amax are valid for requantize."""
         self.amax = self._amax_of_step
-
-
-def one_pass_kernels(weights: Sequence[FP8Param], optimizer: AdamW, numels: Sequence[int]) -> dict[int, Any]:
-    """Return fused step kernels by sub-group; empty if two passes are needed or faster."""
-    data, precision = weights[0].data, optimizer.precision
-    if not has_kernels(data.device) or any(getattr(precision, key) != "fp32" for key in MOMENTS):
-        return {}
-    from ds_fp8.zero import one_pass_triton
-
-    places = [master_position(weight.parameter) for weight in weights]
-    if None in places:  # frozen, stacked with trained ones
-        return {}
-    kernels = {}
-    for some in in_runs(zip(weights, places, strict=True), lambda one: one[1][0]):
-        index, members = some[0][1][0], [(weight, start) for weight, (_, start, _) in some]
-        if not one_pass_triton.can_take(members, numels[index]):
-            return {}
-        kernels[index] = one_pass_triton.StepAndCast(members, numels[index], data)
-    return kernels
 
 
 # ---------------------------------------------------------------- residuals of outlier channels

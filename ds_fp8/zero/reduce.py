@@ -16,6 +16,7 @@ and ZeRO-3 skips the step on all ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -30,7 +31,7 @@ from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.config.plans import GradientReduction
 from ds_fp8.zero.collectives import GRADIENT, WireMeter
 from ds_fp8.zero.deepspeed.parameters import shard_group
-from ds_fp8.zero.gradients import GradientShards, Message, Recent, Slices, has_kernel, sum_rows
+from ds_fp8.zero.gradients import LIMIT, GradientShards, Message, Slices, has_kernel, sum_rows
 from ds_fp8.zero.hosts import Nodes
 
 SMALLEST = 4096  # gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter
@@ -45,31 +46,13 @@ GROWTH = 2.0 ** (1 / 1000)
 _SMALLEST_AMAX = 2.0**-100
 
 
-def is_reduced_in_fp8(shape: torch.Size) -> bool:
-    """Return whether a gradient of this shape is reduced in FP8."""
-    return len(shape) > 1 and math.prod(shape) >= SMALLEST
+def packer(gradient: torch.Tensor, format: str) -> Callable[..., None]:
+    """Return `pack_reference` or its kernel, by where a gradient lies and its format."""
+    if not has_kernel(gradient, format):
+        return pack_reference
+    from ds_fp8.zero.reduce_triton import pack
 
-
-def pack(
-    gradient: torch.Tensor,
-    message: torch.Tensor,
-    shape: Message,
-    slices: Slices,
-    format: str,
-    scale: torch.Tensor | None = None,
-    clipped: torch.Tensor | None = None,
-) -> None:
-    """Quantize a gradient, FP32 or BF16 of any shape, into its slices of a message; zeros behind the ends of slices.
-
-    With `scale`, FP32 [], the whole gradient has one and saturates, and `clipped`, int32 [], counts the elements that
-    do, NaN left out; without it every group of 128 has its own.
-    """
-    if has_kernel(gradient, format):
-        from ds_fp8.zero import reduce_triton
-
-        reduce_triton.pack(gradient, message, shape, slices, format, scale, clipped)
-    else:
-        pack_reference(gradient, message, shape, slices, format, scale, clipped)
+    return pack
 
 
 def pack_reference(
@@ -81,7 +64,12 @@ def pack_reference(
     scale: torch.Tensor | None = None,
     clipped: torch.Tensor | None = None,
 ) -> None:
-    """Do pack in torch, on any device; the reference of the kernel, bitwise equal for scales that are powers of two."""
+    """Quantize a gradient, FP32 or BF16 of any shape, into its slices of a message; zeros behind the ends of slices.
+
+    With `scale`, FP32 [], the whole gradient has one and saturates, and `clipped`, int32 [], counts the elements that
+    do, NaN left out; without it every group of 128 has its own. In torch, on any device; the reference of the kernel,
+    bitwise equal for scales that are powers of two.
+    """
     flat = gradient.flatten().float()
     world = shape.rows * shape.places
     x = pad(flat, (0, world * slices.length - flat.numel())).view(world, slices.length)
@@ -184,7 +172,8 @@ class ReduceScatter:
 
     def casts(self, shape: torch.Size, name: str) -> bool:
         """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
-        return self._config is not None and is_reduced_in_fp8(shape) and name not in self._in_bf16
+        large = len(shape) > 1 and shape.numel() >= SMALLEST
+        return self._config is not None and large and name not in self._in_bf16
 
     def _reduce_in_fp8(
         self, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
@@ -225,7 +214,7 @@ class ReduceScatter:
         inside = sum_rows(self._exchange(message, nodes.inside), shape, self._config.format)
         shape = Message(count, 1, width)
         message = shape.empty(inside.device)
-        pack(inside, message, shape, Slices(width, 0), self._config.format)
+        packer(inside, self._config.format)(inside, message, shape, Slices(width, 0), self._config.format)
         return self._exchange(message, nodes.between), shape, places
 
     def _pack(
@@ -245,7 +234,7 @@ class ReduceScatter:
         for tensor, name, place, scale, count in zip(tensors, names, places, scales, clipped, strict=True):
             if self._observe is not None:
                 self._observe(tensor, name, scale)
-            pack(tensor, message, shape, place, self._config.format, scale, count)
+            packer(tensor, self._config.format)(tensor, message, shape, place, self._config.format, scale, count)
         if self._automatic_scale is not None:
             self._automatic_scale.saturated(clipped, [tensor.numel() for tensor in tensors], names)
 
@@ -276,7 +265,7 @@ class AutomaticScale:
     def __init__(self, format: str):
         self._largest = FORMATS[format].max
         self._slots: dict[str, int] = {}
-        self._indices: Recent[tuple[str, ...], torch.Tensor] = Recent()
+        self._index = functools.lru_cache(LIMIT)(self._make_index)
         self._mu = self._share = torch.empty(0)
         self._group: object = None
 
@@ -317,12 +306,9 @@ class AutomaticScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, what state_dict() returned on any number of ranks; other gradients start afresh."""
-        self._indices = Recent()
+        self._index.cache_clear()
         self._slots = {name: slot for slot, name in enumerate(state["names"])}
         self._mu, self._share = state["mu"].to(self._mu.device), state["saturated"].to(self._mu.device)
-
-    def _index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        return self._indices.get(names, lambda: self._make_index(names, device))
 
     def _make_index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
         new = [name for name in names if name not in self._slots]

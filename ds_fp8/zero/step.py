@@ -121,8 +121,6 @@ class Step:
 
     def _update(self, norm: torch.Tensor, skip: torch.Tensor) -> None:
         """Launch the update of masters, moments and data; on the device it changes nothing where `skip` is not zero."""
-        # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
-        self._zero.clear_model_gradients()
         if self._quantizers:
             self._group.before_update()
         for some in self._quantizers:

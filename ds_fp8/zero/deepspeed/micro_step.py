@@ -224,7 +224,7 @@ class MicroStep:
         """Take back what was counted since `remember`; returns gradients and bytes, for `count`."""
         counted = self._gradients.arrived, self._wire.sent() - state["sent"]
         self._gradients.arrived = state["arrived"]
-        self._wire.subtract(counted[1])
+        self._wire.add(Counter({purpose: -nbytes for purpose, nbytes in counted[1].items()}))
         vars(self._zero._backward_hook_state).update(state["backward"])
         self._zero.averaged_gradients = state["epilogue"]
         for module, counters in zip(self.modules, state["modules"], strict=True):

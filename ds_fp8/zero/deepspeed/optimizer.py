@@ -33,10 +33,7 @@ def why_no_own_step(engine: deepspeed.DeepSpeedEngine) -> str | None:
     reasons = {
         "offload_optimizer steps on the CPU": zero.offload_optimizer,
         "offload_param keeps the BF16 shards on the CPU": zero.offload_param,
-        "ZenFlow steps by itself": zero.zenflow,
         "Muon needs whole gradients": zero.use_muon,
-        "the model is not BF16": zero.dtype is not torch.bfloat16,
-        "torch_autocast scales the loss": zero.torch_autocast_gradscaler is not None,
         "tensor parallelism adds to the gradient norm": zero.model_parallel_group is not None,
         "sub-groups are sharded over different ranks": len(set(map(id, zero.sub_group_process_groups))) > 1,
     }
@@ -112,6 +109,8 @@ class ZeroStep:
         self._zero._partition_all_parameters()
         # The last buckets may still be summed there. No record_stream: gradient shards live as long as the engine.
         streams.wait_stream(self._zero.reduce_and_partition_stream)
+        # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
+        self._zero.zero_grad(set_to_none=True)
 
     def skip(self) -> None:
         """Close a step that was left out because the gradient norm was not finite."""
@@ -135,9 +134,6 @@ class ZeroStep:
 
     def unshard_persistent(self) -> None:
         self._zero._post_step(set())
-
-    def clear_model_gradients(self) -> None:
-        self._zero.zero_grad(set_to_none=True)
 
 
 class FlatBf16:

@@ -69,7 +69,6 @@ class GraphDriver:
         self._call_module: Callable[..., Any] = engine.module._call_impl
         self._pool = GraphPool(micro_step)
         self._shapes: dict[object, Shape] = {}  # by the signature of their micro-batches
-        self._captured: list[Shape] = []  # of these, those with a graph
         self._eager_forwards: list[weakref.ref[Forward]] = []
         self._logged: set[str] = set()
         self._code = 0  # fingerprint of the model's code at the last call that could be a graph
@@ -95,7 +94,7 @@ class GraphDriver:
 
     @property
     def captured(self) -> int:
-        return len(self._captured)
+        return len(self._graphs)
 
     @property
     def kept_bytes(self) -> int:
@@ -108,7 +107,7 @@ class GraphDriver:
 
     @property
     def _graphs(self) -> list[MicroBatchGraph]:
-        return [shape.graph for shape in self._captured]
+        return [shape.graph for shape in self._shapes.values() if shape.graph is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
@@ -268,7 +267,6 @@ class GraphDriver:
             self._pool.needs_dry_run = True
             return False
         shape.graph = graph
-        self._captured.append(shape)
         # Unknown code may fail in backward where it did not with another batch.
         self._pool.needs_dry_run = self._unknown_code is not None or failures > 1
         self._captured_once = True
@@ -398,9 +396,9 @@ class GraphDriver:
 
     def _free(self) -> None:
         """Free all graphs, which share their memory."""
-        while self._captured:
-            shape = self._captured.pop()
-            shape.graph.close()
+        for graph in self._graphs:
+            graph.close()
+        for shape in self._shapes.values():
             shape.graph = None
         self._pool.forget()
 

@@ -41,7 +41,7 @@ _WITHOUT = "resume without the optimizer's state"
 
 @dataclass(frozen=True)
 class AdamStep:
-    """Hyperparameters of one step; `number` counts from 1."""
+    """What one step of a parameter depends on but its tensors; `number` counts from 1."""
 
     number: float
     lr: float
@@ -49,6 +49,11 @@ class AdamStep:
     beta2: float
     eps: float
     weight_decay: float
+    skip: torch.Tensor | None = None  # one element: no update unless zero
+    factor: torch.Tensor | None = None  # FP32, one element, multiplied into the gradient
+    # From 0 to 2**31 - 1: moments in `stochastic` are rounded stochastically; random bits differ between devices.
+    seed: int | None = None
+    stochastic: Collection[str] = MOMENTS
 
     @property
     def decay(self) -> float:
@@ -64,6 +69,11 @@ class AdamStep:
         """Bias correction of sqrt(exp_avg_sq)."""
         return 1 / math.sqrt(1 - self.beta2**self.number)
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Arguments of kernels: beta1, beta2, eps, decay, step_size, root_factor."""
+        return self.beta1, self.beta2, self.eps, self.decay, self.step_size, self.root_factor
+
 
 def adamw_step_reference(
     master: torch.Tensor | SplitMasters,
@@ -71,12 +81,7 @@ def adamw_step_reference(
     exp_avg: torch.Tensor | Moment,
     exp_avg_sq: torch.Tensor | Moment,
     step: AdamStep,
-    *,
     low: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-    seed: int | None = None,
-    stochastic: Collection[str] = MOMENTS,
 ) -> None:
     """Do one AdamW step in place on flat contiguous tensors of n elements on one device.
 
@@ -85,21 +90,17 @@ def adamw_step_reference(
         grad: The gradient [n], of any floating point dtype.
         exp_avg: FP32 or BF16 [n], or a Moment of n elements; two Moments have the same layout.
         exp_avg_sq: Likewise.
-        step: Hyperparameters.
+        step: Hyperparameters, skip, factor and seed.
         low: BF16 or FP16 [n], set to the new master rounded to nearest.
-        skip: One element; no update unless zero.
-        factor: FP32, one element, multiplied into the gradient.
-        seed: From 0 to 2**31 - 1: round the moments in `stochastic` stochastically; random bits differ between devices.
-        stochastic: Names of moments.
     """
-    if skip is not None and skip.item():
+    if step.skip is not None and step.skip.item():
         return
-    noise = None if seed is None else torch.Generator(grad.device).manual_seed(seed)
+    noise = None if step.seed is None else torch.Generator(grad.device).manual_seed(step.seed)
     layout, numel = shared_layout(exp_avg, exp_avg_sq), grad.numel()
     chunks = [(slice(start, min(start + CHUNK, numel)), slice(None)) for start in range(0, numel, CHUNK)]
     # In pieces of full groups, which bounds the FP32 copies.
     for elements, groups in chunks if layout is None else layout.pieces():
-        g = grad[elements].float() if factor is None else grad[elements].float() * factor
+        g = grad[elements].float() if step.factor is None else grad[elements].float() * step.factor
         w, m, v = (_read(state, elements, groups) for state in (master, exp_avg, exp_avg_sq))
         # m + (1 - beta1) (g - m): bitwise as torch.optim.AdamW for FP32 state.
         m.lerp_(g, 1 - step.beta1)
@@ -111,7 +112,7 @@ def adamw_step_reference(
         if low is not None:
             low[elements] = w.to(low.dtype)
         for state, numbers, name in ((exp_avg, m, MOMENTS[0]), (exp_avg_sq, v, MOMENTS[1])):
-            _write(state, elements, groups, numbers, noise if name in stochastic else None)
+            _write(state, elements, groups, numbers, noise if name in step.stochastic else None)
 
 
 def _read(state: torch.Tensor | SplitMasters | Moment, elements: slice, groups: slice) -> torch.Tensor:
@@ -272,24 +273,23 @@ class AdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         # On the CPU: no host sync for bias corrections.
         number = state["step"].item()
-        step = AdamStep(number, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
         seed, at_random = None, self.precision.stochastic_parts
         if at_random:
             seed = random_key(self.precision.seed, self._streams[p], int(number))
         moments = [_flat(state[key]) for key in MOMENTS]
-        options = {"skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
+        hyperparameters = number, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
+        step = AdamStep(*hyperparameters, skip, factor, seed, at_random)
         # Triton launches on the current device.
         here = torch.cuda.device(p.device) if p.is_cuda else nullcontext()
         if update is not None:
             with here:
-                update(gradient, *moments, step, **options)
+                update(gradient, *moments, step)
             return
         # A copy if p is not contiguous; written back below.
         parameter = p.detach().contiguous().view(-1)
         master, low = (_flat(state[MASTER]), parameter) if MASTER in state else (parameter, None)
-        arguments = (master, gradient.detach().contiguous().view(-1), *moments, step)
         with here:
-            step_on(p.device, moments)(*arguments, low=low, **options)
+            step_on(p.device, moments)(master, gradient.detach().contiguous().view(-1), *moments, step, low)
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 

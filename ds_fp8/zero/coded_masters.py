@@ -35,7 +35,7 @@ from ds_fp8.zero.quantizer import Quantizer
 
 # Parameters of a sub-group with their offsets in it: FP8Params, or one SplitParameter
 Members = list[tuple[Any, int]]
-Finish = Callable[[torch.Tensor, torch.Tensor | None], None]  # (new scales of all weights, skip)
+Finish = Callable[[torch.Tensor], None]  # by the new scales of all weights
 
 
 class ReferenceStep:
@@ -52,21 +52,20 @@ class ReferenceStep:
         exp_avg: torch.Tensor | Moment,
         exp_avg_sq: torch.Tensor | Moment,
         step: AdamStep,
-        **options: Any,
     ) -> Finish:
         """Update moments and `amax`; return the function that writes data and corrections."""
         flat = torch.zeros(gradient.numel(), device=gradient.device)
         masters = {weight: flat[start : start + weight.shard.numel] for weight, start in self._members}
         for weight, master in masters.items():
             master.copy_(weight.master())
-        step_on(gradient.device, (exp_avg, exp_avg_sq))(flat, gradient, exp_avg, exp_avg_sq, step, **options)
+        step_on(gradient.device, (exp_avg, exp_avg_sq))(flat, gradient, exp_avg, exp_avg_sq, step)
         for weight in masters:
             ReferenceShardCast([weight], weight.spec).write_amax(amax, masters.__getitem__)
 
-        def finish(new_scales: torch.Tensor, skip: torch.Tensor | None) -> None:
+        def finish(new_scales: torch.Tensor) -> None:
             for weight, master in masters.items():
                 if weight.shard.valid:
-                    weight.write_master(master, new_scales, skip)
+                    weight.write_master(master, new_scales, step.skip)
 
         return finish
 
@@ -97,11 +96,11 @@ class SplitParameter:
         if self.master_override is None:
             self.master_override = self.split._replace(bf16=before).read_all()
 
-    def step(self, gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
+    def step(self, gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep) -> None:
         """Take AdamW's step; where masters are overridden on a staged copy, committed unless the step is skipped."""
         self._staged = None if self.master_override is None else self.master_override.to(gradient.device, copy=True)
         masters = self.split if self._staged is None else self._staged
-        step_on(gradient.device, (exp_avg, exp_avg_sq))(masters, gradient, exp_avg, exp_avg_sq, step, **options)
+        step_on(gradient.device, (exp_avg, exp_avg_sq))(masters, gradient, exp_avg, exp_avg_sq, step)
 
     def taken(self) -> None:
         if self._staged is not None:
@@ -112,6 +111,7 @@ class CodedQuantizer(Quantizer):
     """Weights with masters of data and corrections, and parameters with masters of BF16 and corrections."""
 
     steps = True
+    _stored = staticmethod(stored_amax)
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, stacks: list[Stack], wire: WireMeter):
         super().__init__(stacks, wire)
@@ -162,7 +162,7 @@ class CodedQuantizer(Quantizer):
             amax = torch.zeros(self.num_scales, device=self.device)
             for weight in stale:
                 ReferenceShardCast([weight], weight.spec).write_amax(amax, FP8Param.numbers)
-            agreed, scales = self._agree(amax, stored_amax), self._scales.clone()
+            agreed, scales = self._agree(amax), self._scales.clone()
             for weight in stale:
                 weight.scales_in(scales).copy_(weight.scales_in(agreed))
             for weight in stale:
@@ -194,24 +194,24 @@ class CodedQuantizer(Quantizer):
             return None
         members = self._members[sub_group]
 
-        def update(gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
-            self._skip_of_part = options["skip"]
+        def update(gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep) -> None:
+            self._skip_of_part = step.skip
             if isinstance(members[0][0], SplitParameter):
-                members[0][0].step(gradient, exp_avg, exp_avg_sq, step, **options)
+                members[0][0].step(gradient, exp_avg, exp_avg_sq, step)
                 return
             kernel = self._kernels.get(sub_group)
             takes = kernel is not None and kernel.takes(exp_avg, exp_avg_sq)
             taken = kernel if takes else ReferenceStep(members)
-            finish = taken(self._scales, self._amax, gradient, exp_avg, exp_avg_sq, step, **options)
+            finish = taken(self._scales, self._amax, gradient, exp_avg, exp_avg_sq, step)
             self._unfinished.append(finish)
 
         return update
 
     def finish(self, skip: torch.Tensor) -> None:
         """Write shared blocks, which need the amax of other ranks. Collective; no host sync."""
-        scales = self._agree(self._amax, stored_amax)
+        scales = self._agree(self._amax)
         while self._unfinished:
-            self._unfinished.pop(0)(scales, skip)
+            self._unfinished.pop(0)(scales)
         # Now, not when the host knows `skip`: data and scales stay consistent if the step is interrupted.
         self._use(torch.where(skip != 0, self._scales, scales))
         self._skip_of_part, self._finished = None, True

@@ -130,10 +130,12 @@ class Quantizer:
         for weight in self.weights:
             weight.scale = weight.scales_in(self._scales)
 
-    def _agree(
-        self, amax: torch.Tensor, stored: Callable[[torch.Tensor, str], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Return the scales from the all-reduced amax, rounded by `stored` to the precision of masters. Collective."""
+    @staticmethod
+    def _stored(amax: torch.Tensor, scale_type: str) -> torch.Tensor:
+        return amax  # in the precision of masters
+
+    def _agree(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return the scales from the all-reduced amax. Collective."""
         scales, start = torch.empty_like(amax), 0
         for group, spec, end in self._runs:
             kind, own = SCALE_TYPES[spec.scale], amax[start:end]
@@ -142,8 +144,7 @@ class Quantizer:
                 dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
                 self._wire.count(GATHER, "all_reduce", own.nbytes, group)
             if kind.from_amax is None:
-                own = own if stored is None else stored(own, spec.scale)
-                scales[start:end] = scale_from_amax(own, spec.format, spec.scale)
+                scales[start:end] = scale_from_amax(self._stored(own, spec.scale), spec.format, spec.scale)
             start = end
         for weight in self.weights:
             spec = weight.spec

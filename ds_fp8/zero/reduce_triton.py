@@ -1,4 +1,4 @@
-"""Triton kernels of gradient reduction: pack (reduce.py), sum_rows and add_rows (gradients.py); one pass each.
+"""Triton kernels of gradient reduction: pack, sum_rows and add_rows of reduce.py; one pass each.
 
 A program of `_pack` and `_sum_rows` takes 32 groups of 128 elements: of the slice of one rank, or those places of all
 rows, which it adds in FP32 in the order of the ranks.
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, amax_bits, scale_of, to_fp8
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.zero.gradients import LIMIT, SPAN, Message, Slices, Target, span_count
+from ds_fp8.zero.reduce import LIMIT, SPAN, Message, Slices, Target, span_count
 
 GROUPS = 32  # groups of 128 that one program of _pack and _sum_rows takes
 WARPS = 8  # warps of a program: 16 elements a thread, whose data of one row are one access
@@ -158,7 +158,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
 
 
 def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int) -> torch.Tensor:
-    """Do sum_rows of gradients.py."""
+    """Do sum_rows_reference of reduce.py."""
     total = torch.empty(shape.row_numel, device=message.device)
     _sum_rows[(triton.cdiv(shape.row_numel, GROUPS * BLOCK),)](
         message, total, shape.row_numel, shape.row_bytes, shape.rows, divisor, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format], num_warps=4
@@ -236,7 +236,7 @@ def add_rows(
     squares: torch.Tensor,
     accumulate: bool,
 ) -> None:
-    """Do add_rows of gradients.py."""
+    """Do add_rows_reference of reduce.py."""
     if not targets:  # a rank may have no part of any gradient
         return
     cache = _caches.get(squares)

@@ -1,6 +1,6 @@
 """Optimizer step of ZeRO-3 with the fewest passes over memory.
 
-    squares = sum over ranks of gradient²       summed where gradients were written (gradients.py); 8 bytes travel
+    squares = sum over ranks of gradient²       summed where gradients were written (reduce.py); 8 bytes travel
     norm    = sqrt(squares)
     factor  = 1 / (loss scale * max(1, (norm / loss scale + 1e-6) / clip))
     masters, moments = AdamW(masters, moments, factor * gradient)           unless norm is Inf or NaN
@@ -28,9 +28,9 @@ from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
 from ds_fp8.zero.deepspeed.parameters import PersistentGather
-from ds_fp8.zero.gradients import GradientShards
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.quantizer import Quantizer
+from ds_fp8.zero.reduce import GradientShards
 
 
 def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:

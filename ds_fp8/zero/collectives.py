@@ -1,7 +1,7 @@
 """All-gathers of FP8 shards, their two transports, and the count of what travels between ranks.
 
 FP8 shards travel by collectives, or lie in memory that all ranks of a host map and are copied by copy engines. NCCL's
-all-gather runs as a kernel beside the products and takes some of their multiprocessors; where all ranks of a group can
+all-gather runs as a kernel next to the products and takes some of their multiprocessors; where all ranks of a group can
 map each other's memory (one host, NVLink or PCIe peers), a gather needs no collective: every rank copies the others'
 shards out of symmetric memory, at any time between two barriers.
 
@@ -258,11 +258,12 @@ def choose(numel: int, device: torch.device, groups: Sequence[object]) -> Transp
 class AllGather:
     """Gathers weights whose shards are views of the transport's `local`."""
 
-    def __init__(self, stacks: Iterable[Stack], wire: WireMeter, transport: Transport, ready: Callable[[], None]):
-        """Remember which weights make one product; `ready` lets the current stream wait for the present data."""
-        self._wire, self._transport, self._ready = wire, transport, ready
+    def __init__(self, stacks: Iterable[Stack], wire: WireMeter, transport: Transport):
+        """Remember which weights make one product."""
+        self._wire, self._transport = wire, transport
+        self.ready: object | None = None  # event after the last write to shards and scales, which all-gathers wait for
         self._product = {weight: stack for stack in stacks for weight in stack}
-        # Weights of a product of which others have been fetched: memory beside those, and the stream it is for.
+        # Memory adjacent to unsharded weights of the same product, for those still sharded; and its stream.
         self._reserved: dict[FP8Param, tuple[torch.Tensor, object | None]] = {}
 
     def begin(self, weights: list[FP8Param], alone: bool = False) -> Callable[[], None]:
@@ -270,7 +271,7 @@ class AllGather:
 
         `alone`: the rest of a product, where it is not there yet, does not follow.
         """
-        self._ready()
+        streams.wait_event(self.ready)
         stream = streams.current_stream()
         stacks = stacks_of(weights)
         landed, sent = {}, []
@@ -298,7 +299,9 @@ class AllGather:
                 if wait is not None:
                     wait()
                 if len(sent) < len(weights):
-                    self._ready()  # there may have been a requantize since; those in place are its result
+                    streams.wait_event(
+                        self.ready
+                    )  # there may have been a requantize since; those in place are its result
                 for stack in stacks:
                     data = [landed[weight][: weight.unsharded_numel] for weight in stack]  # views, without padding
                     if _padded(stack[:-1]):  # which parts them: copied, to adjoin

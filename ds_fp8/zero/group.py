@@ -10,9 +10,9 @@ all-gather only the bytes of the shards travel: every rank knows all scales alre
 
 On one rank a shard is the weight: it is used where it lies, until the next requantize writes there.
 
-DeepSpeed holds a BF16 shard of every parameter, in one flat buffer, next to its FP32 master. Nobody reads most of them,
-and they are freed. What reads those of weights in FP8 (GatheredParameters, saving, loading) gets them rounded from the
-masters at that moment. Those of frozen weights wait on the host, for requantize after a load.
+DeepSpeed holds a BF16 shard of every parameter, in one flat buffer, next to its FP32 master. BF16 shards of weights in
+FP8 are freed, and rounded from the masters when something reads them (GatheredParameters, saving, loading). Those of
+frozen weights are offloaded to the host, from where a requantize after a load reads them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class FP8ParamGroup:
             self._move_frozen_to_host()  # before there are data; the first requantize copies them back one by one
         groups = list({id(weight.shard.group): weight.shard.group for weight in self}.values())
         self.transport: Transport = choose(sum(numels), device, groups)
-        self._all_gather = AllGather(stacks, wire, self.transport, self.wait_for_requantize)
+        self._all_gather = AllGather(stacks, wire, self.transport)
         self.data = self.transport.local
         for weight, data in zip(self, self.data.split(numels), strict=True):
             weight.data = data
@@ -98,16 +98,15 @@ class FP8ParamGroup:
         self.trained = FP32Quantizer(trained, wire, self.data) if trained else None
         rest = FP32Quantizer(frozen, wire, self.data) if frozen else None
         self.quantizers = [some for some in (self.coded, self.trained, rest) if some is not None]
-        # Another stream than the products': requantize overlaps with whatever precedes the first gather of the step.
+        # Not the stream of the products: requantize overlaps with all that precedes the first all-gather of the step.
         self._stream = streams.new_stream()
         self._stale = True  # something may have been written since the last requantize
-        # Behind the last write to masters or BF16 shards. Weights were written on the current stream before.
+        # After the last write to masters or BF16 shards; the initial weights were written on the current stream.
         self._write_event: object | None = streams.record_event()
-        self._quantize_event: object | None = None  # behind the last requantize
         self._pinned = False
         self._flat_bf16: FlatBf16 | None = None  # DeepSpeed's buffer of BF16 shards, where it is freed
         on_destroy(engine, self._end)
-        # A module that reads another module's weight needs numbers, not FP8 data.
+        # A module that reads another module's weight needs BF16, not FP8 data.
         on_external_parameter(engine, lambda parameter: self.leave_fp8([parameter]))
 
     def __iter__(self) -> Iterator[FP8Param]:
@@ -148,8 +147,8 @@ class FP8ParamGroup:
     def observe(self, report: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
         """Call `report(parameter, rows, quantized, elements)` for each shard that is gathered in FP8. Between steps.
 
-        The rows are those that the shard of so many elements touches, in high precision and as they are sent. A shard
-        that waits on the host is reported once after it was quantized.
+        Rows: those of which the shard has elements, in high precision and quantized. A frozen weight, whose BF16 shard
+        is on the host, is reported once after each requantize.
         """
         self.wait_for_requantize()
         for weight in self:
@@ -172,19 +171,19 @@ class FP8ParamGroup:
         if self._copy_unsharded():  # on the current stream, which the stream of requantize must wait for, too
             self._write_event = streams.record_event()
         with profiled("cast"), streams.on_stream(self._stream):
-            # The stream that the masters were written on holds the products too, which read the scales.
+            # Products run on the stream that wrote the masters, and read the present scales: this waits for them too.
             streams.wait_event(self._write_event)
-            # In this order: the last gathers have read, then all shards are written, then all ranks know it.
+            # In this order: wait for the last all-gathers, write all shards, let all ranks know.
             self.transport.write()
             for some in stale:
                 some.requantize()
             self.transport.written()
             self._all_gather.gather_kept(weight for some in stale for weight in some.weights)
-            self._quantize_event = streams.record_event()  # gathers begin behind it
+            self._all_gather.ready = streams.record_event()  # the next all-gathers wait for it
         self._stale = False  # last: an interrupted requantize is repeated
 
     def _copy_unsharded(self) -> bool:
-        """Copy the data of weights that are used in place; DeepSpeed has resharded nearly all by now."""
+        """Copy the data of weights that products read in place; DeepSpeed has resharded nearly all by now."""
         in_use = [weight for weight in self if weight.unsharded_in_place]
         for weight in in_use:
             weight.copy_unsharded()
@@ -199,7 +198,7 @@ class FP8ParamGroup:
 
     def wait_for_requantize(self) -> None:
         """Let the current stream wait for the last requantize: it may still write shards and read masters."""
-        streams.wait_event(self._quantize_event)
+        streams.wait_event(self._all_gather.ready)
 
     def requantize_and_wait(self) -> None:
         """Let the current stream wait until all shards are quantized from the present masters."""
@@ -223,9 +222,9 @@ class FP8ParamGroup:
         self.transport.written()
         in_room = [weight for weight in written if weight.has_room and only in (None, weight.outliers)]
         self._all_gather.gather_kept(in_room)
-        self._quantize_event = streams.record_event()
+        self._all_gather.ready = streams.record_event()
         for weight in in_room:
-            # The product that has just found its channels has its weights already, with the blocks of before.
+            # The product that has just selected its channels has unsharded weights with the old blocks.
             if weight.unsharded and not weight.unsharded_in_place:
                 self._all_gather.gather_again(weight)
 
@@ -237,7 +236,7 @@ class FP8ParamGroup:
                 for weight, data in zip(stack, self._all_gather.allocate(stack), strict=True):
                     weight.kept_data = data
         self._all_gather.gather_kept(self)
-        self._quantize_event = streams.record_event()  # products read what is kept as they read shards
+        self._all_gather.ready = streams.record_event()  # products wait for it before they read kept data
 
     def pin_scales(self) -> None:
         """Keep the scales where they are from now on, between steps: requantize writes in place what graphs read."""
@@ -289,7 +288,7 @@ class FP8ParamGroup:
         self._mark_stale([weight for weight in self if not frozen_only or not is_trained(weight.parameter)])
 
     def user_wrote(self, parameter: nn.Parameter) -> None:
-        """Note that the user wrote a parameter's masters: what was written to its BF16 shard counts no longer."""
+        """Note that the user wrote a parameter's masters: they override writes to its BF16 shard."""
         weight = self.of(parameter)
         if weight is not None:
             self._mark_stale([weight])
@@ -317,7 +316,7 @@ class FP8ParamGroup:
         if weight.state is State.UNSHARDED:
             reshard(parameter)
         self.requantize()
-        # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it. It may keep them.
+        # Waited for at once: nothing overlaps with it.
         self._all_gather.begin([weight], alone=True)()
         if weight.unsharded_in_place:  # which requantize overwrites: the reader gets a copy to keep
             weight.copy_unsharded()
@@ -364,8 +363,7 @@ class FP8ParamGroup:
         if before is not None:
             self._find_writes(before)
         for weight in self._of(parameters):
-            # A BF16 shard that a user wrote to is the source of requantize: it stays until a step has written masters
-            # over it.
+            # A BF16 shard that a user wrote to is the source of requantize until a step writes the masters.
             if not weight.from_bf16:
                 weight.free_bf16()
 

@@ -195,7 +195,7 @@ class FP8Param:
             self.forget()
 
     def forget(self) -> None:
-        """Drop a quantized weight that nobody has read, after a failed capture; others put its marks back."""
+        """Drop a quantized weight without its marks of DeepSpeed, which the caller resets."""
         setattr(self.parameter, UNSHARDED, None)
 
     @property
@@ -216,17 +216,17 @@ class FP8Param:
         setattr(self.parameter, UNSHARDED, replace(self.unsharded, data=data.view(self.unsharded.data.dtype)))
 
     def leave_fp8(self) -> None:
-        """Let DeepSpeed all-gather this weight from now on; unsharded in FP8 it stays so until it is resharded."""
+        """Let DeepSpeed all-gather this weight in BF16 from now on; if unsharded, it stays in FP8 until resharded."""
         self.in_fp8, self.kept_data = False, None
 
     # ---------------------------------------------------------------- stale or fresh
 
     def master_written(self) -> None:
-        """Quantize from the masters, which are new, over what a user wrote to the BF16 shard."""
+        """Note that the masters are new: they override what a user wrote to the BF16 shard."""
         self.stale, self.from_bf16 = True, False
 
     def bf16_written(self, before: torch.Tensor) -> None:
-        """Quantize from the BF16 shard, which was `before`."""
+        """Note that a user wrote to the BF16 shard, `before` until then: requantize reads it, not the masters."""
         if self.correction is not None:
             self.master_override = self.master()  # the data are about to be those of what the user wrote
         self.stale = self.from_bf16 = True

@@ -106,11 +106,10 @@ class Quantizer:
         return self.num_scales * torch.float32.itemsize + residuals
 
     def pin_scales(self) -> None:
-        """Fix the address of the scales: requantize writes them in place, for CUDA graphs."""
-        if not self._pinned:
-            # The complete buffer, which includes scales of outlier blocks.
-            self._use(self._scales.clone())
-            self._pinned = True
+        """Fix the address of the scales, once: requantize writes them in place, for CUDA graphs."""
+        # The complete buffer, which includes scales of outlier blocks.
+        self._use(self._scales.clone())
+        self._pinned = True
 
     def write_residuals(self, only: OutlierChannels | None = None) -> None:
         """Quantize the residuals of all layers with selected channels, or of one. Collective.

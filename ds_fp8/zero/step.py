@@ -26,18 +26,11 @@ from deepspeed import comm as dist
 from ds_fp8.config.log import logger
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
-from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
+from ds_fp8.zero.deepspeed.optimizer import ZeroStep
 from ds_fp8.zero.deepspeed.parameters import PersistentGather
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.quantizer import Quantizer
 from ds_fp8.zero.reduce import GradientShards
-
-
-def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:
-    """Return why DeepSpeed's step must stay with this engine and its basic optimizer, or None."""
-    if not isinstance(optimizer, AdamW):
-        return f"{type(optimizer).__name__} steps by itself"
-    return why_no_own_step(engine)
 
 
 class Launched(NamedTuple):
@@ -54,7 +47,7 @@ class Step:
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW):
-        """Take the optimizer of a ZeRO-3 engine apart; `why_not` must have returned None."""
+        """Take the optimizer of a ZeRO-3 engine apart; `why_no_own_step` must have returned None."""
         self._zero, self._optimizer = ZeroStep(engine), optimizer
         self._group: FP8ParamGroup | None = None
         self._quantizers: list[Quantizer] = []  # of weights whose data the update writes
@@ -97,14 +90,14 @@ class Step:
             else:
                 self._skip(norm)
             if group is not None:
-                # A skipped step has changed nothing: the shards of before are still right.
+                # A skipped step has changed nothing: the shards are not stale.
                 if taken:
                     group.step_wrote()
                 group.requantize()
             if taken:
                 self._zero.unshard_persistent()
         except BaseException:
-            # The program may go on, behind the user's interrupt for one.
+            # The program may go on, after an interrupt by the user for example.
             if self._masters_may_be_new() and group is not None:
                 group.step_ended_midway()
             raise
@@ -127,7 +120,7 @@ class Step:
             some.begin()
         work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(self._zero.sub_groups())]
         factor = self._factor(norm)
-        # Behind all that may fail and changes nothing.
+        # After all that may fail before anything has changed.
         self._launched = Launched(skip, self._optimizer.prepare(masters for _, masters, *_ in work))
         self.gradients.close_step()
         self._optimizer.step(work=work, factor=factor, skip=skip)

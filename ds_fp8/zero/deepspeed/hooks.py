@@ -143,11 +143,11 @@ class Hooks:
                 else:
                     result = stock(*args, **kwargs)
             finally:
-                # Behind all that is launched, update, requantize and gather of persistent parameters: whoever gathers
-                # next on another stream waits for it.
+                # After update, requantize and the all-gather of persistent parameters: the next all-gathers, on other
+                # streams, wait for it.
                 self._write_event = streams.record_event()
-            # Last here, and before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or
-            # measure, and see what the next forward would.
+            # Last, but before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or measure,
+            # with the weights of the next forward.
             for callback in self.after_step:
                 callback()
             return result
@@ -168,7 +168,7 @@ class Hooks:
 
     def all_gather_coalesced(self, stock: Stock, params: Iterable[nn.Parameter], *args, **kwargs) -> Handle | Any:
         """Begin to gather parameters for the modules that compute with them."""
-        # DeepSpeed's stream of gathers waits for no other: nothing else keeps it from shards that are still written.
+        # DeepSpeed's all-gather stream waits for no other: without this it would read shards that are being written.
         streams.wait_event(self._write_event)
         with profiled("gather"):
             if self.group is None:
@@ -178,7 +178,7 @@ class Hooks:
             in_fp8 = [p for p in params if self.group.in_fp8(p)]
             others = [p for p in params if not self.group.in_fp8(p)]
             if in_fp8:
-                # Masters may have been written since the step (a checkpoint, a user): nothing where all is fresh.
+                # Masters may have been written since the step (a checkpoint, a user); no-op if nothing is stale.
                 self.group.requantize()
             self.group.unshard_bf16(others)
             handle = stock(self._counted(others), *args, **kwargs) if others else None
@@ -256,8 +256,8 @@ class Hooks:
         if self.own_step is None:
             return stock(parameters, slices)
         for parameter in parameters:
-            # Autograd wrote it on the stream of the products, and its memory goes back there: not before this stream,
-            # which has read it, has come to this point.
+            # Allocated on the stream of the products, where its memory is reused; this stream has read it. See
+            # [Note: lifetimes across streams] in streams.py.
             streams.used_by_current_stream(parameter.grad)
             parameter.grad = None
         return []

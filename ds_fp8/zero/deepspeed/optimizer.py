@@ -12,6 +12,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
+from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.parameters import shard_of
 from ds_fp8.zero.deepspeed.patches import replace
@@ -26,7 +27,10 @@ def has_optimizer(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 
 def why_no_own_step(engine: deepspeed.DeepSpeedEngine) -> str | None:
-    """Return which setting needs DeepSpeed's own optimizer step, or None."""
+    """Return why DeepSpeed's step must stay with this engine, or None."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, AdamW):
+        return f"{type(optimizer).__name__} steps by itself"
     if engine.zero_optimization_stage() != 3 or not has_optimizer(engine):
         return "ZeRO-3 with an optimizer is needed"
     zero = engine.optimizer

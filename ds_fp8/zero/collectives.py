@@ -20,8 +20,8 @@ import functools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from ds_fp8.config.errors import first_line
 from ds_fp8.layers.attention import sharded as exchanges
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.parameters import is_gathered
+from ds_fp8.zero.deepspeed.patches import environment
 from ds_fp8.zero.hosts import identity
 from ds_fp8.zero.param import FP8Param, Stack, in_runs, stacks_of
 
@@ -208,9 +209,11 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
     problem = first_reason(None if readable else "the GPUs cannot read each other's memory", group)
     if problem is not None:
         return problem
+    # torch takes equal numbers for one GPU, and refuses; each process may see one GPU, and call it 0. CUDA maps memory
+    # of GPUs that a process does not see, too.
     memory, alike = None, len({place.index for place in places}) < len(places)
     try:
-        with _equal_numbers() if alike else nullcontext():
+        with environment("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1") if alike else nullcontext():
             memory = PeerMemory(numel, device, group)
     except RuntimeError as error:
         problem = first_line(error)
@@ -225,24 +228,6 @@ def first_reason(reason: str | None, group: object = None) -> str | None:
     reasons: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)
     return next(filter(None, reasons), None)
-
-
-@contextmanager
-def _equal_numbers() -> Iterator[None]:
-    """Let torch share memory of ranks that call their GPUs by one number, as those do that each see one GPU only.
-
-    torch takes equal numbers for one GPU, and refuses. CUDA maps memory of GPUs that a process does not see, too.
-    """
-    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def choose(numel: int, device: torch.device, groups: Sequence[object]) -> Transport:

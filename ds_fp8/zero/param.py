@@ -120,14 +120,6 @@ class FP8Param:
         # DeepSpeed saves and loads it.
         self.has_bf16 = True
 
-    def __repr__(self) -> str:
-        shard = self.shard
-        flags = [name for name in ("stale", "from_bf16", "in_fp8", "frees_bf16", "has_bf16") if getattr(self, name)]
-        return (
-            f"FP8Param({tuple(shard.shape)}, {self.spec}, elements {shard.start} to {shard.start + shard.valid} "
-            f"of one of {shard.world} ranks, {self.state.value}, {', '.join(flags)})"
-        )
-
     @property
     def state(self) -> State:
         if self.unsharded is not None:

@@ -230,14 +230,13 @@ class GradientShards:
         shape: Message,
         format: str,
         divisor: int,
-        slices: Sequence[Slices],
-        names: Sequence[str],
+        places: Mapping[str, Slices],
         accumulate: bool,
     ) -> None:
-        """Add the rows of a message of one place, divided, to the gradients `names`, or put them there."""
-        self._expect(names, accumulate)
+        """Add the rows of a message of one place, divided, to gradients, or put them there."""
+        self._expect(places.keys(), accumulate)
         targets = []
-        for place, name in zip(slices, names, strict=True):
+        for name, place in places.items():
             start, numel = self._places[name]
             if numel:  # a rank may have no part of a gradient
                 targets.append(Target(place.column, start, numel, self._spans[name].start))
@@ -294,7 +293,7 @@ class GradientShards:
         start, numel = self._places[name]
         return self._flat[start : start + numel]
 
-    def _expect(self, names: Sequence[str], accumulate: bool) -> None:
+    def _expect(self, names: Iterable[str], accumulate: bool) -> None:
         if accumulate:
             self.clear(name for name in names if name not in self.arrived)
         self.arrived.update(names)
@@ -356,8 +355,7 @@ class ReduceScatter:
                 self._shards.add_slices(parts, others, accumulate)
             slices.update(zip(others, parts, strict=True))
         if cast:
-            parts = self._reduce_in_fp8([named[name].grad for name in cast], group, cast, accumulate)
-            slices.update(zip(cast, parts, strict=False))
+            slices |= self._reduce_in_fp8({name: named[name].grad for name in cast}, group, accumulate)
         return [] if self._shards is not None else [slices[name] for name in named]
 
     def leave_fp8(self, names: Iterable[str]) -> None:
@@ -381,69 +379,58 @@ class ReduceScatter:
         return self._config is not None and large and name not in self._in_bf16
 
     def _reduce_in_fp8(
-        self, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
-    ) -> list[torch.Tensor]:
+        self, gradients: dict[str, torch.Tensor], group: object, accumulate: bool
+    ) -> dict[str, torch.Tensor]:
         """Reduce full gradients; return FP32 slices if there are no gradient shards."""
-        world, rank = dist.get_world_size(group), dist.get_rank(group)
-        message, shape, places = self._send(tensors, group, names)
+        world, rank, format = dist.get_world_size(group), dist.get_rank(group), self._config.format
+        message, shape, places = self._send(gradients, group)
         if self._shards is not None:
-            self._shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
-            return []
-        total = kernels_for(message, self._config.format).sum_rows(message, shape, self._config.format, world)
-        return [
-            total[place.column :][: max(0, min(place.length, tensor.numel() - rank * place.length))]
-            for tensor, place in zip(tensors, places, strict=True)
-        ]
+            self._shards.add_message(message, shape, format, world, places, accumulate)
+            return {}
+        total = kernels_for(message, format).sum_rows(message, shape, format, world)
+        return {
+            name: total[place.column :][: max(0, min(place.length, gradients[name].numel() - rank * place.length))]
+            for name, place in places.items()
+        }
 
     def _send(
-        self, tensors: list[torch.Tensor], group: object, names: list[str]
-    ) -> tuple[torch.Tensor, Message, list[Slices]]:
+        self, gradients: dict[str, torch.Tensor], group: object
+    ) -> tuple[torch.Tensor, Message, dict[str, Slices]]:
         """Quantize and exchange gradients; return the received message, whose rows are to be summed, and its layout."""
-        world = dist.get_world_size(group)
+        world, format = dist.get_world_size(group), self._config.format
         # Groups of fewer ranks (experts, sequence parallelism) may span nodes unevenly; they are exchanged flat.
         nodes = self._nodes if world == dist.get_world_size() else None
         # The slices of all gradients lie side by side, each from a whole group on.
-        places, width = [], 0
-        for tensor in tensors:
-            places.append(Slices(math.ceil(tensor.numel() / world), width))
-            width += places[-1].padded
+        places, width = {}, 0
+        for name, gradient in gradients.items():
+            places[name] = Slices(math.ceil(gradient.numel() / world), width)
+            width += places[name].padded
         width = math.ceil(width / ROW_ALIGNMENT) * ROW_ALIGNMENT
         count = 1 if nodes is None else nodes.count
         shape = Message(world // count, count, width)
-        message = shape.empty(tensors[0].device)
-        self._pack(tensors, names, message, shape, places, group)
+        message = shape.empty(next(iter(gradients.values())).device)
+        kernels = kernels_for(message, format)
+        scales = clipped = [None] * len(gradients)
+        if self._automatic_scale is not None:
+            scales = self._automatic_scale.scales(list(gradients.values()), list(gradients), group)
+            self._wire.count(GRADIENT, "all_reduce", 2 * scales.nbytes, group)  # amax and saturated shares
+            clipped = torch.zeros(len(gradients), dtype=torch.int32, device=message.device)
+        for (name, gradient), scale, saturated in zip(gradients.items(), scales, clipped, strict=True):
+            if self._observe is not None:
+                self._observe(gradient, name, scale)
+            kernels.pack(gradient, message, shape, places[name], format, scale, saturated)
+        if self._automatic_scale is not None:
+            numels = [gradient.numel() for gradient in gradients.values()]
+            self._automatic_scale.saturated(clipped, numels, list(gradients))
         if nodes is None:
             return self._exchange(message, group), shape, places
         #     inside a host:   every rank sums what its host has for the places with its number, in FP32
         #     between hosts:   those sums are quantized and exchanged: 1 / ranks-a-host of the bytes leave the host
-        kernels, format = kernels_for(message, self._config.format), self._config.format
         inside = kernels.sum_rows(self._exchange(message, nodes.inside), shape, format, 1)
         shape = Message(count, 1, width)
         message = shape.empty(inside.device)
         kernels.pack(inside, message, shape, Slices(width, 0), format)
         return self._exchange(message, nodes.between), shape, places
-
-    def _pack(
-        self,
-        tensors: list[torch.Tensor],
-        names: list[str],
-        message: torch.Tensor,
-        shape: Message,
-        places: list[Slices],
-        group: object,
-    ) -> None:
-        scales = clipped = [None] * len(tensors)
-        format = self._config.format
-        if self._automatic_scale is not None:
-            scales = self._automatic_scale.scales(tensors, names, group)
-            self._wire.count(GRADIENT, "all_reduce", 2 * scales.nbytes, group)  # amax and saturated shares
-            clipped = torch.zeros(len(tensors), dtype=torch.int32, device=message.device)
-        for tensor, name, place, scale, count in zip(tensors, names, places, scales, clipped, strict=True):
-            if self._observe is not None:
-                self._observe(tensor, name, scale)
-            kernels_for(tensor, format).pack(tensor, message, shape, place, format, scale, count)
-        if self._automatic_scale is not None:
-            self._automatic_scale.saturated(clipped, [tensor.numel() for tensor in tensors], names)
 
     def _exchange(self, message: torch.Tensor, group: object) -> torch.Tensor:
         """Send row r to rank r of `group`; return the rows that came here, [ranks of the group, row bytes]."""

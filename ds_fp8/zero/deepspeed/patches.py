@@ -1,9 +1,10 @@
-"""Attributes that are replaced on an engine, its optimizer, modules and parameters; engine.destroy() restores them."""
+"""Attributes of an engine, its optimizer, modules and parameters that are replaced until engine.destroy()."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
@@ -41,6 +42,19 @@ def replace(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, value: 
 
     on_destroy(engine, restore)
     setattr(owner, name, value)
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable until the end."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def disable_shm_build() -> None:

@@ -193,7 +193,6 @@ class AdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch.optim.Optimizer does."""
         super().add_param_group(param_group)
         # A random stream per parameter, by its position: equal after a resume.
         for p in self.param_groups[-1]["params"]:

@@ -152,7 +152,6 @@ class CodedQuantizer(Quantizer):
 
     @property
     def stale(self) -> bool:
-        """Return whether requantize, or residuals after a step, are due."""
         return self._residuals_due or super().stale
 
     def requantize(self) -> None:
@@ -231,7 +230,6 @@ class CodedQuantizer(Quantizer):
             self.taken()
 
     def check(self) -> None:
-        """Raise UserError if masters are partially updated."""
         if self._skip_of_part is not None and not self._skip_of_part.item():
             raise UserError(
                 "an optimizer step was interrupted: masters of quantized weights and corrections are partially updated",
@@ -242,7 +240,6 @@ class CodedQuantizer(Quantizer):
 
     @contextmanager
     def read(self, parameter: nn.Parameter) -> Iterator[None]:
-        """Let DeepSpeed find the FP32 masters of one parameter."""
         if id(parameter) not in self._of:
             yield
             return
@@ -270,7 +267,6 @@ class CodedQuantizer(Quantizer):
                     self._of[id(one)].master_override = masters if parameter is None else masters.clone()
 
     def into_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Put FP32 masters into a state dict of the ZeRO optimizer."""
         self.check()
         self._flat.in_state(state, self._master)
         return state

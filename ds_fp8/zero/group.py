@@ -120,7 +120,6 @@ class FP8ParamGroup:
         return [weight for weight in map(self.of, parameters) if weight is not None]
 
     def in_fp8(self, parameter: nn.Parameter) -> bool:
-        """Return whether modules get this parameter in FP8."""
         weight = self.of(parameter)
         return weight is not None and weight.in_fp8
 
@@ -254,14 +253,14 @@ class FP8ParamGroup:
             self.coded.check()
 
     def read_master(self, parameter: nn.Parameter) -> AbstractContextManager:
-        """Let DeepSpeed find the FP32 masters of a parameter, within."""
+        """Let DeepSpeed find the FP32 masters of a parameter inside."""
         if self.coded is None:
             return nullcontext()
         self.wait_for_requantize()
         return self.coded.read(parameter)
 
     def write_master(self, parameter: nn.Parameter | None = None) -> AbstractContextManager:
-        """Let DeepSpeed write the FP32 masters of one parameter, or of all, within."""
+        """Let DeepSpeed write the FP32 masters of one parameter, or of all, inside."""
         self.wait_for_requantize()
         return nullcontext() if self.coded is None else self.coded.written(parameter)
 

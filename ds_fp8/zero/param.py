@@ -288,7 +288,6 @@ class FP8Param:
         return self.data.view(-1, self.pitch)
 
     def covered_data(self) -> torch.Tensor:
-        """Return the data over the cover."""
         return self.cover(self.rows[:, : self.shard.shape[1]].flatten() if self.has_room else self.data)
 
     def write_data(self, cover: torch.Tensor) -> None:

@@ -96,12 +96,10 @@ class Quantizer:
 
     @property
     def stale(self) -> bool:
-        """Return whether requantize is due, for all weights in one all-reduce and launch."""
         return any(weight.stale for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scales and residuals of the unsharded weights."""
         residuals = 0 if self._residuals is None else self._residuals.nbytes
         return self.num_scales * torch.float32.itemsize + residuals
 

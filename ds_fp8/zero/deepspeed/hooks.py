@@ -184,9 +184,7 @@ class Hooks:
             handle = stock(self._counted(others), *args, **kwargs) if others else None
             return Handle(self.group.unshard(in_fp8), handle)
 
-    def all_gather(
-        self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, hierarchy: int | None = None
-    ) -> Any:
+    def all_gather(self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, **options) -> Any:
         """Gather parameters of this engine for readers of BF16, and those that stay unsharded between steps."""
         streams.wait_event(self._write_event)  # as in `all_gather_coalesced`
         with profiled("gather"):
@@ -195,23 +193,16 @@ class Hooks:
                 self.group.unshard_bf16(params)
             if self.own_step is not None and not async_op and self.own_step.gather_persistent(params):
                 return None
-            handles = stock(params, async_op=async_op, hierarchy=hierarchy)
+            handles = stock(params, async_op=async_op, **options)
             if self.group is not None:
                 self.group.copy_from_shards(params)
             return handles
 
-    def partition(
-        self,
-        stock: Stock,
-        params: list[nn.Parameter],
-        force: bool = False,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> None:
+    def partition(self, stock: Stock, params: list[nn.Parameter], *, has_been_updated: bool = False, **options) -> None:
         """Reshard parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
         # Before DeepSpeed frees the data: it compares the BF16 shards from before with those from after.
         before = self.group.reshard(params, has_been_updated) if self.group is not None else None
-        stock(params, force=force, has_been_updated=has_been_updated, free_data=free_data)
+        stock(params, has_been_updated=has_been_updated, **options)
         if self.group is not None:
             self.group.resharded(params, before)
         # Only then were shards written: an ordinary release frees the unsharded copy alone, and later gathers

@@ -299,10 +299,10 @@ class GraphDriver:
         if same:
             graph.schedule.checked()
         else:
+            most = max(map(agreement.distance, replayed, eager), default=float("inf"))
             self._end(
-                f"in step {self._engine.global_steps + 1} the outputs of a graph and of Python differ "
-                f"({agreement.first_difference(replayed, eager)}): Python values that the model reads have changed "
-                "since the capture"
+                f"in step {self._engine.global_steps + 1} the outputs of a graph and of Python differ (on this rank by "
+                f"up to {most:.3g}): Python values that the model reads have changed since the capture"
             )
         if measured:
             return output

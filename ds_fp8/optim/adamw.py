@@ -181,15 +181,14 @@ class AdamW(torch.optim.Optimizer):
         self.precision = StatePrecision(exp_avg, exp_avg_sq, granularity, scale, stochastic_rounding, seed)
         # Whether state_dict() holds data and scales, for this optimizer alone.
         self.compact = False
-        self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
         # Keyed by tensor: hashed by identity, and kept alive by the optimizer.
         self._streams: dict[torch.Tensor, int] = {}
-        # Devices of the states of flat parameters, which may be offloaded themselves.
-        self._devices: dict[torch.Tensor, torch.device] = {}
+        # Of flat parameters: the device of their states, for they may be offloaded themselves, and their segments.
+        self._flat: dict[torch.Tensor, tuple[torch.device, tuple[int, ...]]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("precision", "compact", "_segments", "_streams", "_devices")
+        own = ("precision", "compact", "_streams", "_flat")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -312,7 +311,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> torch.Tensor | Moment:
         """Return the state `key` of p in its precision, from values in any form; zeros from None."""
         codec = CODECS["fp32" if key == MASTER else getattr(self.precision, key)]
-        device = self._devices.get(p, p.device)
+        device, segments = self._flat.get(p, (p.device, ()))
         if isinstance(numbers, Moment):
             numbers, exponent = numbers.dequantize(), numbers.exponent
         if codec.max is None:
@@ -320,8 +319,7 @@ class AdamW(torch.optim.Optimizer):
                 return torch.zeros(p.shape, dtype=codec.dtype, device=device)
             return numbers.detach().to(device, codec.dtype, copy=True).reshape(p.shape).contiguous()
         granularity, scale = self.precision.granularity, self.precision.scale
-        segments = self._segments.get(p, ()) if granularity == "tensor" else ()
-        layout = Layout(p.numel(), granularity, scale, segments)
+        layout = Layout(p.numel(), granularity, scale, segments if granularity == "tensor" else ())
         moment = Moment(codec, layout, device, never_zero=key == "exp_avg_sq")
         if numbers is not None:
             moment.quantize(numbers, exponent)
@@ -329,8 +327,7 @@ class AdamW(torch.optim.Optimizer):
 
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int]) -> None:
         """Register the sizes of the tensors in the flat parameter p, each with a separate scale."""
-        self._devices[p] = p.device
-        self._segments[p] = tuple(sizes)
+        self._flat[p] = p.device, tuple(sizes)
         for key, value in self.state.get(p, {}).items():
             # Scales per tensor depend on the segments; groups of 128 do not.
             if isinstance(value, Moment) and value.layout.granularity == "tensor":

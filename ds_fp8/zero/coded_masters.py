@@ -15,7 +15,7 @@ zero. Loads and users write FP32 masters, which the next requantize quantizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import deepspeed
@@ -119,7 +119,7 @@ class CodedQuantizer(Quantizer):
         without = {id(p): p for some in self._flat.sub_groups.values() for p, *_ in some}
         # By the id of their parameters.
         self.split = {key: SplitParameter(p) for key, p in without.items() if key in self._flat.alone}
-        self._of = {id(weight.parameter): weight for weight in self.weights} | self.split
+        self._of = self._flat.holders = {id(weight.parameter): weight for weight in self.weights} | self.split
         if without.keys() != self._of.keys():
             raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are sharded as such")
         self._members: dict[int, Members] = {
@@ -238,24 +238,17 @@ class CodedQuantizer(Quantizer):
 
     # ---------------------------------------------------------------- DeepSpeed's view
 
-    @contextmanager
-    def read(self, parameter: nn.Parameter) -> Iterator[None]:
-        if id(parameter) not in self._of:
-            yield
-            return
-        self.check()
-        with self._flat.on_host(self._master, parameter):
-            yield
+    def read(self, parameter: nn.Parameter) -> AbstractContextManager:
+        if id(parameter) in self._of:
+            self.check()
+        return self._flat.on_host(parameter)
 
     @contextmanager
     def written(self, parameter: nn.Parameter | None = None) -> Iterator[None]:
         """Let DeepSpeed write the FP32 masters of one parameter, or of all; the next requantize or step reads them."""
-        if parameter is not None and id(parameter) not in self._of:
-            yield
-            return
         there: dict[nn.Parameter, torch.Tensor] = {}
         try:
-            with self._flat.on_host(self._master, parameter) as there:
+            with self._flat.on_host(parameter) as there:
                 yield
             if parameter is None:  # a load writes all
                 self._skip_of_part = None
@@ -268,8 +261,5 @@ class CodedQuantizer(Quantizer):
 
     def into_state(self, state: dict[str, Any]) -> dict[str, Any]:
         self.check()
-        self._flat.in_state(state, self._master)
+        self._flat.in_state(state)
         return state
-
-    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
-        return self._of[id(parameter)].master()

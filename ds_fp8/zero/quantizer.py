@@ -242,33 +242,28 @@ class ReferenceResidualCast:
     """Residuals in torch, on any device; the reference of the kernel."""
 
     def write(self, weights: Sequence[OutlierWeight], scales: torch.Tensor, source: Numbers) -> None:
-        """Write the residuals of the shards of `weights`, zero before; their channels are selected."""
+        """Write residuals of shards, zero before, or outlier blocks where there is room; channels are selected."""
         for weight, residual in weights:
-            write_residual(weight, residual, scales, source)
-
-
-def write_residual(weight: FP8Param, residual: torch.Tensor, scales: torch.Tensor, source: Numbers) -> None:
-    """Write the residuals of a weight's shard into `residual`, or its outlier blocks if it has room."""
-    shard, at = weight.shard, weight.outliers.channels.long()
-    if not shard.valid:
-        return
-    columns = shard.shape[1]
-    rows = slice(shard.start // columns, -(-(shard.start + shard.valid) // columns))
-    row = torch.arange(rows.start, rows.stop, device=at.device)[:, None]
-    place = row * columns + at - shard.start
-    inside = (place >= 0) & (place < shard.valid)
-    place = place.clamp(0, shard.valid - 1)
-    scale = weight.scales_in(scales)
-    values = on_device(source(weight), at.device)[place]
-    data = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
-    data, scale_of_row = data.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
-    of_row, of_element = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
-    found = residual_data(values, data, of_element, of_row, weight.spec.format)
-    if weight.has_room:
-        residual.copy_(weight_block(found, dequantize_unscaled(data) * of_element, of_row, weight.spec.format))
-        weight.block_scales_in(scales).copy_(scale_of_row[:, None])
-    else:
-        residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])
+            shard, at = weight.shard, weight.outliers.channels.long()
+            if not shard.valid:
+                continue
+            columns = shard.shape[1]
+            rows = slice(shard.start // columns, -(-(shard.start + shard.valid) // columns))
+            row = torch.arange(rows.start, rows.stop, device=at.device)[:, None]
+            place = row * columns + at - shard.start
+            inside = (place >= 0) & (place < shard.valid)
+            place = place.clamp(0, shard.valid - 1)
+            scale = weight.scales_in(scales)
+            values = on_device(source(weight), at.device)[place]
+            data = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
+            data, scale_of_row = data.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
+            of_row, of_element = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
+            found = residual_data(values, data, of_element, of_row, weight.spec.format)
+            if weight.has_room:
+                residual.copy_(weight_block(found, dequantize_unscaled(data) * of_element, of_row, weight.spec.format))
+                weight.block_scales_in(scales).copy_(scale_of_row[:, None])
+            else:
+                residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])
 
 
 class OutlierResiduals:

@@ -349,15 +349,6 @@ def _padded(weights: Iterable[FP8Param]) -> bool:
 
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 
-# Share of a collective's input that one rank sends to the others, as a function of the group's size (an all-reduce is a
-# reduce-scatter and an all-gather).
-_SHARES = {
-    "all_gather": lambda world: world - 1,
-    "reduce_scatter": lambda world: (world - 1) / world,
-    "all_to_all": lambda world: (world - 1) / world,
-    "all_reduce": lambda world: 2 * (world - 1) / world,
-}
-
 
 class WireMeter:
     """Counts the bytes this rank sends to other ranks for the parameters and gradients of one ZeRO-3 engine.
@@ -373,7 +364,10 @@ class WireMeter:
 
     def count(self, purpose: str, collective: Collective, nbytes: int, group: object) -> None:
         """Count one collective over `group` by a rank's input of `nbytes`, for GATHER or GRADIENT."""
-        self._sent[purpose] += round(nbytes * _SHARES[collective](dist.get_world_size(group)))
+        world = dist.get_world_size(group)
+        # Of its input a rank sends this share to the others; an all-reduce is a reduce-scatter and an all-gather.
+        share = {"all_gather": world - 1, "all_reduce": 2 * (world - 1) / world}.get(collective, (world - 1) / world)
+        self._sent[purpose] += round(nbytes * share)
 
     def sent(self) -> Counter[str]:
         """Return the bytes sent since the last `take`, by purpose."""

@@ -292,10 +292,6 @@ class OutlierResiduals:
         return self._buffer.nbytes
 
     def write(self, scales: torch.Tensor, wire: WireMeter, only: OutlierChannels | None = None) -> None:
-        """Quantize the residuals of all weights with selected channels, or of one layer. Collective.
-
-        On the current stream, after the data of the shards.
-        """
         known = [
             one
             for one in self._weights

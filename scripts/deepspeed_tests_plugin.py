@@ -37,7 +37,7 @@ import ds_fp8
 from ds_fp8.cluster.hosts import free_port
 from ds_fp8.config.files import read_config
 from ds_fp8.integrations.install import VARIABLE
-from ds_fp8.zero.deepspeed.methods import disable_shm_build
+from ds_fp8.zero.deepspeed.patches import disable_shm_build
 
 # Environment variables: the file that outcomes are appended to, and the time limit of a test
 OUTCOMES, SECONDS = "DEEPSPEED_TESTS_OUTCOMES", "DEEPSPEED_TESTS_SECONDS"

@@ -60,7 +60,7 @@ def _worker(
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    from ds_fp8.zero.deepspeed.methods import disable_shm_build
+    from ds_fp8.zero.deepspeed.patches import disable_shm_build
 
     disable_shm_build()
     if accelerator == "cuda":

@@ -15,7 +15,7 @@ One GEMM of the same kernel computes all of it. Quantizing the block again costs
 block share one scale, per token of x and per 128 rows of w: residuals are at most 2^-4 of their values, well within the
 17 binades of the format.
 
-Residuals of sharded weights are quantized from the master shard (zero/masters.py); most weights are all-gathered with
+Residuals of sharded weights are quantized from the master shard (zero/quantizer.py); most weights are all-gathered with
 their outlier block.
 """
 

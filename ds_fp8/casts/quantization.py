@@ -121,7 +121,7 @@ def widened(q: QuantizedTensor, channels: int) -> QuantizedTensor | None:
     width = width_with_outliers(K, channels)
     if q.data.stride(0) != width:  # the stride of rows with padding for exactly these blocks
         return None
-    # The padding of each row is part of the allocation (empty_result, `room`; ShardLayout.pitch).
+    # The padding of each row is part of the allocation (empty_result, `room`; FP8Param.pitch).
     scale = q.scale.as_strided((len(q.scale), width // BLOCK), q.scale.stride())
     return replace(q, data=q.data.as_strided((rows, width), (width, 1)), scale=scale)
 

@@ -23,9 +23,8 @@ from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.zero.collectives import GATHER, WireMeter, first_reason
 from ds_fp8.zero.deepspeed.checkpoints import tensors_only
 from ds_fp8.zero.deepspeed.hooks import CheckpointState, Hooks
-from ds_fp8.zero.deepspeed.methods import has_optimizer, on_destroy, replace
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
-from ds_fp8.zero.deepspeed.optimizer import overflowed
+from ds_fp8.zero.deepspeed.optimizer import has_optimizer, overflowed, why_no_own_step
 from ds_fp8.zero.deepspeed.parameters import (
     data_parallel_group,
     fetch_from_host,
@@ -34,11 +33,12 @@ from ds_fp8.zero.deepspeed.parameters import (
     link_moments,
     untrained_parameters,
 )
+from ds_fp8.zero.deepspeed.patches import on_destroy, replace
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.leaf_modules import LeafCalls, weights_read_in_leaf_modules
 from ds_fp8.zero.reduce import ReduceScatter
-from ds_fp8.zero.step import Step, why_not
+from ds_fp8.zero.step import Step
 
 
 def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -> None:
@@ -63,7 +63,7 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         state.hosts = find_hosts()
         state.health = Health(engine, state.monitor, state.plans.step)
         # Before the gather: BF16 shards may be freed only if the step here, and not DeepSpeed's, writes them.
-        state.why_no_step = why_not(engine, getattr(engine, "basic_optimizer", None))
+        state.why_no_step = why_no_own_step(engine)
         if state.why_no_step is None:
             state.step = hooks.own_step = Step(engine, engine.basic_optimizer)
         elif state.plans.group.coded_masters and has_optimizer(engine):
@@ -179,8 +179,8 @@ def _register_segments(engine: deepspeed.DeepSpeedEngine, state: FP8State, hooks
     if not isinstance(optimizer, AdamW):
         return
     state.optimizer = hooks.moments = optimizer
-    for shard, segments in flat_parameters(engine):
-        optimizer.set_segments(shard, [segment.numel for segment in segments])
+    for shard, lengths in flat_parameters(engine):
+        optimizer.set_segments(shard, lengths)
     if engine.zero_optimization_stage() in (1, 2):
         link_moments(engine, optimizer)
 

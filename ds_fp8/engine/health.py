@@ -26,8 +26,8 @@ from ds_fp8.layers.selection import is_excluded
 from ds_fp8.monitor.cast_monitor import CastMonitor, Degradation, Measurement, Thresholds
 from ds_fp8.monitor.routing import RoutingMeasurement, RoutingMonitor
 from ds_fp8.zero.collectives import first_reason
-from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.parameters import data_parallel_group
+from ds_fp8.zero.deepspeed.patches import on_destroy
 from ds_fp8.zero.group import FP8ParamGroup
 from ds_fp8.zero.reduce import ReduceScatter
 

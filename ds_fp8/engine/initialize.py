@@ -48,7 +48,7 @@ from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.optim import AdamW
 from ds_fp8.zero.deepspeed import versions
 from ds_fp8.zero.deepspeed.masters import without_fp32_masters
-from ds_fp8.zero.deepspeed.methods import disable_shm_build
+from ds_fp8.zero.deepspeed.patches import disable_shm_build
 
 load_cudnn()  # before Transformer Engine, which the gemm backends and PEFT import, finds another one
 

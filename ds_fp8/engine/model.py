@@ -21,8 +21,8 @@ from ds_fp8.config.log import logger
 from ds_fp8.graphs.conditions import by_name, text_config
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, keep_on_host, recomputed_by
 from ds_fp8.layers.experts.experts import FP8Experts
-from ds_fp8.zero.deepspeed.methods import on_destroy, replace
 from ds_fp8.zero.deepspeed.parameters import full_shape, is_zero_parameter, values_here
+from ds_fp8.zero.deepspeed.patches import on_destroy, replace
 
 BUCKET, LIVE = "stage3_prefetch_bucket_size", "stage3_max_live_parameters"
 SECTION, ON_HOST = "activation_checkpointing", "cpu_checkpointing"

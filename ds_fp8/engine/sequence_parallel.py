@@ -17,7 +17,7 @@ from ds_fp8.config.schema import clipped_repr
 from ds_fp8.layers.attention.format import PREFIX, is_attention, restore_attention, window_of
 from ds_fp8.layers.attention.sequence_parallel import exchange_of, separate_documents
 from ds_fp8.zero.deepspeed import ulysses
-from ds_fp8.zero.deepspeed.methods import disable_shm_build
+from ds_fp8.zero.deepspeed.patches import disable_shm_build
 
 KEY = "sequence_parallel_size"
 PACKED = "packed"  # the attention implementation whose mask is the ends of documents

@@ -59,8 +59,7 @@ def export_engine(
             f"a {type(model).__name__} has no configuration to write", remedy="train and export a model of transformers"
         )
     progress = Progress(f"export {folder.name}", len(plan.entries))
-    failures: list[Exception] = []
-    weights = _unsharded(engine, plan, failures, progress)
+    weights = _unsharded(engine, plan, progress)
 
     def write() -> None:
         if dist.get_rank() != 0:
@@ -69,8 +68,7 @@ def export_engine(
         model.config.architectures = [type(model).__name__]
         try:
             write_folder(folder, plan, weights, model.config, model.generation_config, tokenizer, source, shard_bytes)
-        except Exception as error:
-            failures.append(error)
+        except Exception:
             deque(weights, maxlen=0)  # the other ranks wait in the remaining all-gathers
             raise
 
@@ -79,13 +77,10 @@ def export_engine(
 
 
 def _unsharded(
-    engine: deepspeed.DeepSpeedEngine,
-    plan: Plan,
-    failures: list[Exception] | None = None,
-    progress: Progress | None = None,
+    engine: deepspeed.DeepSpeedEngine, plan: Plan, progress: Progress | None = None
 ) -> Iterator[tuple[Entry, Tensors]]:
     """Yield the unsharded tensors of a plan. Collective; at the end all ranks raise the error of one."""
-    failures = [] if failures is None else failures
+    failures = []
     for entry, tensors in unsharded_entries(engine, plan):
         if isinstance(tensors, Exception):
             failures.append(tensors)

@@ -70,7 +70,8 @@ class Facts(NamedTuple):
 
     state: State
     alone: bool  # no other forward is outstanding, or graphs have been captured: this is how the training goes
-    lasting: bool  # memory suffices, and the model has not changed again and again
+    affordable: bool  # no graph was freed for memory before it had paid for its capture
+    constant: bool  # the model's code or settings have changed fewer than MAX_CHANGES times
     unmeasured: bool  # its casts are not measured, which a graph cannot do
     unchecked: bool  # the graph need not be checked now
     comparable: bool  # the graph runs the kernels of an eager forward
@@ -82,8 +83,10 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
     """Return what is done with a micro-batch, and a reason to log; a pure function of what all ranks know."""
     if not facts.alone:
         return Action.END, "one backward has the losses of several forwards"
-    if not facts.lasting:
-        return Action.END, "too little memory is free next to them, or the model changes again and again"
+    if not facts.affordable:
+        return Action.END, "too little memory is free next to them"
+    if not facts.constant:
+        return Action.END, "the model changes again and again"
     if facts.state is State.EAGER:
         return Action.EAGER, None  # the reason is another one on every rank
     if facts.state is State.CAPTURED:
@@ -123,39 +126,21 @@ def outputs_of(output: Any) -> list[Any]:
 
 
 def same(replayed: Sequence[Any], eager: Sequence[Any], spread: Sequence[float] = ()) -> bool:
-    """Return whether outputs have the same bits, or differ by no more than SPREAD_FACTOR times the spread of each."""
+    """Return whether outputs are equal, or differ by no more than SPREAD_FACTOR times the spread of each."""
     if len(replayed) != len(eager):
         return False
-    triples = zip(replayed, eager, spread or [-1] * len(eager), strict=True)
-    return all(_same(a, b) or distance(a, b) <= SPREAD_FACTOR * most for a, b, most in triples)
-
-
-def first_difference(replayed: Sequence[Any], eager: Sequence[Any]) -> str:
-    if len(replayed) != len(eager):
-        return f"{len(replayed)} and {len(eager)} of them"
-    for place, (a, b) in enumerate(zip(replayed, eager, strict=True)):
-        if not _same(a, b):
-            if torch.is_tensor(a) and torch.is_tensor(b) and a.numel() == b.numel() == 1:
-                return f"{a.item():.9g} and {b.item():.9g}"
-            return f"output {place}, by up to {distance(a, b):.3g}"
-    return "on another rank"
+    triples = zip(replayed, eager, spread or [0.0] * len(eager), strict=True)
+    return all(distance(a, b) <= SPREAD_FACTOR * most for a, b, most in triples)
 
 
 def distance(a: Any, b: Any) -> float:
     """Return the largest difference of two outputs; inf where they cannot be subtracted, or one side alone is NaN."""
-    if not (torch.is_tensor(a) and torch.is_tensor(b)) or a.shape != b.shape or not a.is_floating_point():
-        return 0.0 if _same(a, b) else float("inf")
-    if not a.numel():
-        return 0.0
-    # Equal infinities would give NaN as their difference.
-    found = (a.float() - b.float()).abs().masked_fill((a == b) | ((a != a) & (b != b)), 0).max().item()
-    return found if found == found else float("inf")
-
-
-def _same(a: Any, b: Any) -> bool:
     if not (torch.is_tensor(a) and torch.is_tensor(b)):
-        return type(a) is type(b) and a == b
+        return 0.0 if type(a) is type(b) and a == b else float("inf")
     if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    # a != a finds NaN: two NaN at one place count as equal, else a skipped step would end the graphs.
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+        return float("inf")
+    if not a.is_floating_point() or not a.numel():
+        return 0.0 if torch.equal(a, b) else float("inf")
+    # Two NaN at one place count as equal, else a skipped step would end the graphs; equal infinities would give NaN.
+    found = (a - b).abs().masked_fill((a == b) | ((a != a) & (b != b)), 0).max().item()
+    return found if found == found else float("inf")

@@ -306,16 +306,13 @@ def memory_of_other_streams_reused() -> Iterator[None]:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     given = next((os.environ[name] for name in names if os.environ.get(name)), "")
     setting = "graph_capture_record_stream_reuse"
-    # The second is the older name, of which newer versions warn.
-    functions = (torch._C, "_accelerator_setAllocatorSettings"), (torch.cuda.memory, "_set_allocator_settings")
-    set_allocator = next((getattr(*function) for function in functions if hasattr(*function)), None)
-    if setting in given or set_allocator is None:
+    if setting in given:
         yield
         return
     # Settings replace each other as a whole: what the user gave in the environment has to be repeated.
     before, found = f"{given}," * bool(given), True
     try:
-        set_allocator(f"{before}{setting}:True")
+        torch._C._accelerator_setAllocatorSettings(f"{before}{setting}:True")
     except (RuntimeError, ValueError) as error:  # a graph is right without it
         found = False
         warnings.warn(f"CUDA graphs take more memory with this torch: {error}", stacklevel=2)
@@ -323,4 +320,5 @@ def memory_of_other_streams_reused() -> Iterator[None]:
         yield
     finally:
         if found:
-            set_allocator(f"{before}{setting}:False")  # captures of the user's own keep torch's default
+            # Captures of the user's own keep torch's default.
+            torch._C._accelerator_setAllocatorSettings(f"{before}{setting}:False")

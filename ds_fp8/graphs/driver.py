@@ -32,8 +32,9 @@ from ds_fp8.graphs.capture import GraphPool, before_process_groups_end, process_
 from ds_fp8.graphs.replay import Call, Forward, MicroBatchGraph, Shape, watched
 from ds_fp8.layers.attention import documents
 from ds_fp8.monitor.cast_monitor import CastMonitor
-from ds_fp8.zero.deepspeed.methods import before_load, on_destroy, on_step, replace
+from ds_fp8.zero.deepspeed.hooks import Hooks
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
+from ds_fp8.zero.deepspeed.patches import on_destroy, replace
 
 EAGER_STEPS = 2  # micro-batches of a shape that run eagerly before one is captured
 UNORDERED_STEPS = 6  # the same where DeepSpeed never learns the order of modules: forwards without gradients between
@@ -68,7 +69,6 @@ class GraphDriver:
         self._call_module: Callable[..., Any] = engine.module._call_impl
         self._pool = GraphPool(micro_step)
         self._shapes: dict[object, Shape] = {}  # by the signature of their micro-batches
-        self._captured: list[Shape] = []  # of these, those with a graph
         self._eager_forwards: list[weakref.ref[Forward]] = []
         self._logged: set[str] = set()
         self._code = 0  # fingerprint of the model's code at the last call that could be a graph
@@ -76,14 +76,15 @@ class GraphDriver:
         self._changed_attribute: str | None = None  # of a module of unknown code, that a forward has changed
         self._draws = False  # a forward has drawn random numbers
         self._differentiates = False  # a forward computes gradients of its own
+        # On this rank; all ranks end their graphs with the next micro-batch.
         self._changes = 0  # of a captured model's code or settings
-        self._gives_up = False  # on this rank: all ranks end their graphs with the next micro-batch
+        self._freed_too_soon = False  # a graph was freed for memory before it had paid for its capture
         self._evaluated = False  # since the last eager micro-batch
         self._captured_once = False
         self._group = agreement.group_of_all_ranks(engine.device)
         replace(engine, engine.module, "_call_impl", self)
-        on_step(engine, self._end_where_compiled)
-        before_load(engine, self.reset)
+        Hooks.of(engine).after_step.append(self._end_where_compiled)
+        Hooks.of(engine).before_load.append(self.reset)
         on_destroy(engine, self._destroy)
         before_process_groups_end(self)
 
@@ -93,7 +94,7 @@ class GraphDriver:
 
     @property
     def captured(self) -> int:
-        return len(self._captured)
+        return len(self._graphs)
 
     @property
     def kept_bytes(self) -> int:
@@ -106,7 +107,7 @@ class GraphDriver:
 
     @property
     def _graphs(self) -> list[MicroBatchGraph]:
-        return [shape.graph for shape in self._captured]
+        return [shape.graph for shape in self._shapes.values() if shape.graph is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns: computed by a graph, or eagerly where there is none for this call."""
@@ -191,7 +192,8 @@ class GraphDriver:
         mine = Facts(
             state=State.EAGER,  # replaced below, when the ranks have compared the rest
             alone=not call.outstanding or self._captured_once,
-            lasting=not self._gives_up,
+            affordable=not self._freed_too_soon,
+            constant=self._changes < MAX_CHANGES,
             unmeasured=unmeasured,
             unchecked=unchecked,
             comparable=graph is not None and (call.documents > 0) == (graph.max_documents > 0),
@@ -265,7 +267,6 @@ class GraphDriver:
             self._pool.needs_dry_run = True
             return False
         shape.graph = graph
-        self._captured.append(shape)
         # Unknown code may fail in backward where it did not with another batch.
         self._pool.needs_dry_run = self._unknown_code is not None or failures > 1
         self._captured_once = True
@@ -298,10 +299,10 @@ class GraphDriver:
         if same:
             graph.schedule.checked()
         else:
+            most = max(map(agreement.distance, replayed, eager), default=float("inf"))
             self._end(
-                f"in step {self._engine.global_steps + 1} the outputs of a graph and of Python differ "
-                f"({agreement.first_difference(replayed, eager)}): Python values that the model reads have changed "
-                "since the capture"
+                f"in step {self._engine.global_steps + 1} the outputs of a graph and of Python differ (on this rank by "
+                f"up to {most:.3g}): Python values that the model reads have changed since the capture"
             )
         if measured:
             return output
@@ -395,9 +396,9 @@ class GraphDriver:
 
     def _free(self) -> None:
         """Free all graphs, which share their memory."""
-        while self._captured:
-            shape = self._captured.pop()
-            shape.graph.close()
+        for graph in self._graphs:
+            graph.close()
+        for shape in self._shapes.values():
             shape.graph = None
         self._pool.forget()
 
@@ -405,7 +406,7 @@ class GraphDriver:
         """Free the graphs where they leave less memory to what runs next to them on this rank."""
         graphs = self._graphs
         if graphs and not any(graph.pending for graph in graphs) and not self._pool.has_room(needed, self.kept_bytes):
-            self._gives_up = self._gives_up or self.replays < PAID_AFTER
+            self._freed_too_soon = self._freed_too_soon or self.replays < PAID_AFTER
             self._free()
             torch.cuda.empty_cache()
 
@@ -418,7 +419,6 @@ class GraphDriver:
         self._code, self._unknown_code = code, conditions.unknown_code(module)
         # A model that is changed before its first graph costs nothing; capturing again and again takes time.
         self._changes += self.captured > 0
-        self._gives_up = self._gives_up or self._changes >= MAX_CHANGES
         self.reset()
         for shape in self._shapes.values():
             shape.reason = None

@@ -31,12 +31,8 @@ class _Input:
         self.device = x.device
         self.on_device: torch.Tensor | None = x
         self.copied: object | None = None  # Event of the last copy, in either direction
-        self._before = before
+        self.before = before
         self.host = torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
-
-    @property
-    def before(self) -> _Input | None:
-        return None if self._before is None else self._before()
 
     def take(self) -> torch.Tensor | None:
         """Return what is on the device, and forget it; the current stream waits for the copy.
@@ -83,8 +79,7 @@ class HostCheckpoints:
             return kept
         self._fetch(kept)
         x = kept.take()
-        before = kept.before
-        if before is not None:
+        if kept.before is not None and (before := kept.before()) is not None:
             self._fetch(before)
         return x
 

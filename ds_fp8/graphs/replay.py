@@ -5,7 +5,7 @@ launched at once. What it reads and writes must stay where it was captured:
 
     batch                    copied into buffers of the graph
     FP8 shards, gradients    where they always are; the driver compares their addresses before every replay
-    scales                   pinned (zero/masters.py)
+    scales                   pinned (zero/quantizer.py)
     persistent parameters    copied into buffers of the graph, for every step gathers them elsewhere
     unsharded weights,
     activations              memory of the graph

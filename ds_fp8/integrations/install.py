@@ -20,7 +20,7 @@ from ds_fp8.config.log import logger
 from ds_fp8.config.presets import as_section
 from ds_fp8.engine.initialize import initialize
 from ds_fp8.layers.attention import documents
-from ds_fp8.zero.deepspeed.methods import disable_shm_build
+from ds_fp8.zero.deepspeed.patches import disable_shm_build
 
 VARIABLE = "DS_FP8"  # environment: the section of configurations without one, a preset's name or a JSON object
 

@@ -41,7 +41,7 @@ _WITHOUT = "resume without the optimizer's state"
 
 @dataclass(frozen=True)
 class AdamStep:
-    """Hyperparameters of one step; `number` counts from 1."""
+    """What one step of a parameter depends on but its tensors; `number` counts from 1."""
 
     number: float
     lr: float
@@ -49,6 +49,11 @@ class AdamStep:
     beta2: float
     eps: float
     weight_decay: float
+    skip: torch.Tensor | None = None  # one element: no update unless zero
+    factor: torch.Tensor | None = None  # FP32, one element, multiplied into the gradient
+    # From 0 to 2**31 - 1: moments in `stochastic` are rounded stochastically; random bits differ between devices.
+    seed: int | None = None
+    stochastic: Collection[str] = MOMENTS
 
     @property
     def decay(self) -> float:
@@ -64,6 +69,11 @@ class AdamStep:
         """Bias correction of sqrt(exp_avg_sq)."""
         return 1 / math.sqrt(1 - self.beta2**self.number)
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Arguments of kernels: beta1, beta2, eps, decay, step_size, root_factor."""
+        return self.beta1, self.beta2, self.eps, self.decay, self.step_size, self.root_factor
+
 
 def adamw_step_reference(
     master: torch.Tensor | SplitMasters,
@@ -71,12 +81,7 @@ def adamw_step_reference(
     exp_avg: torch.Tensor | Moment,
     exp_avg_sq: torch.Tensor | Moment,
     step: AdamStep,
-    *,
     low: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-    seed: int | None = None,
-    stochastic: Collection[str] = MOMENTS,
 ) -> None:
     """Do one AdamW step in place on flat contiguous tensors of n elements on one device.
 
@@ -85,21 +90,17 @@ def adamw_step_reference(
         grad: The gradient [n], of any floating point dtype.
         exp_avg: FP32 or BF16 [n], or a Moment of n elements; two Moments have the same layout.
         exp_avg_sq: Likewise.
-        step: Hyperparameters.
+        step: Hyperparameters, skip, factor and seed.
         low: BF16 or FP16 [n], set to the new master rounded to nearest.
-        skip: One element; no update unless zero.
-        factor: FP32, one element, multiplied into the gradient.
-        seed: From 0 to 2**31 - 1: round the moments in `stochastic` stochastically; random bits differ between devices.
-        stochastic: Names of moments.
     """
-    if skip is not None and skip.item():
+    if step.skip is not None and step.skip.item():
         return
-    noise = None if seed is None else torch.Generator(grad.device).manual_seed(seed)
+    noise = None if step.seed is None else torch.Generator(grad.device).manual_seed(step.seed)
     layout, numel = shared_layout(exp_avg, exp_avg_sq), grad.numel()
     chunks = [(slice(start, min(start + CHUNK, numel)), slice(None)) for start in range(0, numel, CHUNK)]
     # In pieces of full groups, which bounds the FP32 copies.
     for elements, groups in chunks if layout is None else layout.pieces():
-        g = grad[elements].float() if factor is None else grad[elements].float() * factor
+        g = grad[elements].float() if step.factor is None else grad[elements].float() * step.factor
         w, m, v = (_read(state, elements, groups) for state in (master, exp_avg, exp_avg_sq))
         # m + (1 - beta1) (g - m): bitwise as torch.optim.AdamW for FP32 state.
         m.lerp_(g, 1 - step.beta1)
@@ -111,7 +112,7 @@ def adamw_step_reference(
         if low is not None:
             low[elements] = w.to(low.dtype)
         for state, numbers, name in ((exp_avg, m, MOMENTS[0]), (exp_avg_sq, v, MOMENTS[1])):
-            _write(state, elements, groups, numbers, noise if name in stochastic else None)
+            _write(state, elements, groups, numbers, noise if name in step.stochastic else None)
 
 
 def _read(state: torch.Tensor | SplitMasters | Moment, elements: slice, groups: slice) -> torch.Tensor:
@@ -180,19 +181,17 @@ class AdamW(torch.optim.Optimizer):
         self.precision = StatePrecision(exp_avg, exp_avg_sq, granularity, scale, stochastic_rounding, seed)
         # Whether state_dict() holds data and scales, for this optimizer alone.
         self.compact = False
-        self._segments: dict[torch.Tensor, tuple[int, ...]] = {}
         # Keyed by tensor: hashed by identity, and kept alive by the optimizer.
         self._streams: dict[torch.Tensor, int] = {}
-        # Devices of the states of flat parameters, which may be offloaded themselves.
-        self._devices: dict[torch.Tensor, torch.device] = {}
+        # Of flat parameters: the device of their states, for they may be offloaded themselves, and their segments.
+        self._flat: dict[torch.Tensor, tuple[torch.device, tuple[int, ...]]] = {}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("precision", "compact", "_segments", "_streams", "_devices")
+        own = ("precision", "compact", "_streams", "_flat")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch.optim.Optimizer does."""
         super().add_param_group(param_group)
         # A random stream per parameter, by its position: equal after a resume.
         for p in self.param_groups[-1]["params"]:
@@ -231,18 +230,18 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if work is None:
+            work = [(g, p, p.grad, None) for g in self.param_groups for p in g["params"] if p.grad is not None]
+            for _, p, gradient, _ in work:
+                if gradient.layout is not torch.strided:
+                    remedy = "torch.nn.Embedding(..., sparse=False)"
+                    raise UserError("a gradient is sparse, and moments are dense", remedy=remedy)
+                if not p.is_floating_point():
+                    raise UserError(f"a parameter is {p.dtype}", remedy="optimise floating point parameters only")
         # All states first: if an allocation fails, nothing has changed.
-        if work is not None:
-            prepared = [(group, p, gradient, self._state_of(p), update) for group, p, gradient, update in work]
-            for group, p, gradient, state, update in prepared:
-                self._advance(p, gradient, state, group, skip, factor, update)
-            return loss
-        with_gradients = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for _, p in with_gradients:
-            _check_gradient(p)
-        states = [self._state_of(p) for _, p in with_gradients]
-        for (group, p), state in zip(with_gradients, states, strict=True):
-            self._advance(p, p.grad, state, group)
+        prepared = [(group, p, gradient, self._state_of(p), update) for group, p, gradient, update in work]
+        for group, p, gradient, state, update in prepared:
+            self._advance(p, gradient, state, group, skip, factor, update)
         return loss
 
     def prepare(self, parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
@@ -261,9 +260,9 @@ class AdamW(torch.optim.Optimizer):
         gradient: torch.Tensor,
         state: dict[str, Any],
         group: dict[str, Any],
-        skip: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
-        update: Callable[..., None] | None = None,
+        skip: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        update: Callable[..., None] | None,
     ) -> None:
         # A new tensor: DeepSpeed's universal checkpoints share one among parameters.
         state["step"] = state["step"] + 1
@@ -272,24 +271,23 @@ class AdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         # On the CPU: no host sync for bias corrections.
         number = state["step"].item()
-        step = AdamStep(number, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
         seed, at_random = None, self.precision.stochastic_parts
         if at_random:
             seed = random_key(self.precision.seed, self._streams[p], int(number))
         moments = [_flat(state[key]) for key in MOMENTS]
-        options = {"skip": skip, "factor": factor, "seed": seed, "stochastic": at_random}
+        hyperparameters = number, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]
+        step = AdamStep(*hyperparameters, skip, factor, seed, at_random)
         # Triton launches on the current device.
         here = torch.cuda.device(p.device) if p.is_cuda else nullcontext()
         if update is not None:
             with here:
-                update(gradient, *moments, step, **options)
+                update(gradient, *moments, step)
             return
         # A copy if p is not contiguous; written back below.
         parameter = p.detach().contiguous().view(-1)
         master, low = (_flat(state[MASTER]), parameter) if MASTER in state else (parameter, None)
-        arguments = (master, gradient.detach().contiguous().view(-1), *moments, step)
         with here:
-            step_on(p.device, moments)(*arguments, low=low, **options)
+            step_on(p.device, moments)(master, gradient.detach().contiguous().view(-1), *moments, step, low)
         if not p.is_contiguous():
             p.copy_(parameter.view(p.shape))
 
@@ -313,7 +311,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> torch.Tensor | Moment:
         """Return the state `key` of p in its precision, from values in any form; zeros from None."""
         codec = CODECS["fp32" if key == MASTER else getattr(self.precision, key)]
-        device = self._devices.get(p, p.device)
+        device, segments = self._flat.get(p, (p.device, ()))
         if isinstance(numbers, Moment):
             numbers, exponent = numbers.dequantize(), numbers.exponent
         if codec.max is None:
@@ -321,8 +319,7 @@ class AdamW(torch.optim.Optimizer):
                 return torch.zeros(p.shape, dtype=codec.dtype, device=device)
             return numbers.detach().to(device, codec.dtype, copy=True).reshape(p.shape).contiguous()
         granularity, scale = self.precision.granularity, self.precision.scale
-        segments = self._segments.get(p, ()) if granularity == "tensor" else ()
-        layout = Layout(p.numel(), granularity, scale, segments)
+        layout = Layout(p.numel(), granularity, scale, segments if granularity == "tensor" else ())
         moment = Moment(codec, layout, device, never_zero=key == "exp_avg_sq")
         if numbers is not None:
             moment.quantize(numbers, exponent)
@@ -330,8 +327,7 @@ class AdamW(torch.optim.Optimizer):
 
     def set_segments(self, p: torch.Tensor, sizes: Sequence[int]) -> None:
         """Register the sizes of the tensors in the flat parameter p, each with a separate scale."""
-        self._devices[p] = p.device
-        self._segments[p] = tuple(sizes)
+        self._flat[p] = p.device, tuple(sizes)
         for key, value in self.state.get(p, {}).items():
             # Scales per tensor depend on the segments; groups of 128 do not.
             if isinstance(value, Moment) and value.layout.granularity == "tensor":
@@ -431,13 +427,6 @@ def step_on(device: torch.device, moments: Sequence[torch.Tensor | Moment]) -> C
 
 def _flat(state: torch.Tensor | Moment) -> torch.Tensor | Moment:
     return state if isinstance(state, Moment) else state.view(-1)
-
-
-def _check_gradient(p: torch.Tensor) -> None:
-    if p.grad.layout is not torch.strided:
-        raise UserError("a gradient is sparse, and moments are dense", remedy="torch.nn.Embedding(..., sparse=False)")
-    if not p.is_floating_point():
-        raise UserError(f"a parameter is {p.dtype}", remedy="optimise floating point parameters only")
 
 
 def check_hyperparameters(values: Mapping[str, tuple[Any, bool]], remedy: str) -> None:

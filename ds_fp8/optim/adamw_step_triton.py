@@ -19,7 +19,6 @@ write them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 import torch
 import triton
@@ -27,7 +26,6 @@ import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import random_word
 from ds_fp8.config.formats import BLOCK, SMALLEST_SCALE
-from ds_fp8.config.plans import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.masters import SplitMasters
 from ds_fp8.optim.masters_triton import join_split, split_master
@@ -182,12 +180,7 @@ def adamw_step(
     exp_avg: torch.Tensor | Moment,
     exp_avg_sq: torch.Tensor | Moment,
     step: AdamStep,
-    *,
     low: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-    seed: int | None = None,
-    stochastic: Collection[str] = MOMENTS,
 ) -> None:
     """adamw_step_reference on the GPU. Allocates memory for scales per tensor only."""
     states = (exp_avg, exp_avg_sq)
@@ -200,7 +193,7 @@ def adamw_step(
     # the old ones afterwards. They begin as copies of the old ones, in case the step is skipped.
     bits = torch.zeros(2, layout.groups, dtype=torch.int32, device=grad.device) if by_tensor else None
     new_scales = [state.scale.clone() if by_tensor and isinstance(state, Moment) else None for state in states]
-    common = common_arguments(*states, grad, skip, seed, stochastic)
+    common = common_arguments(*states, grad, step)
     common |= {"TENSOR": by_tensor, "LOW": low is not None, "ROWS": ROWS, "num_warps": WARPS}
     for elements, groups in pieces:
         if isinstance(master, SplitMasters):
@@ -208,7 +201,7 @@ def adamw_step(
             stored, low_piece, ties = piece.correction, piece.bf16.view(torch.int16), piece.ties
         else:
             stored, low_piece, ties = master[elements], None if low is None else low[elements], None
-        arguments = (stored, grad[elements], low_piece, ties, skip, factor)
+        arguments = (stored, grad[elements], low_piece, ties, step.skip, step.factor)
         count = elements.stop - elements.start
         numbers = (
             count,
@@ -219,9 +212,9 @@ def adamw_step(
                 for state, new in zip(states, new_scales, strict=True)
             ),
             *((None, None) if bits is None else (row[groups] for row in bits)),
-            step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor,
+            *step.numbers,
             # A seed per piece, whose offsets begin at 0. `&` binds first: the seed stays below 2^31.
-            (seed or 0) ^ elements.start & 0x7FFFFFFF,
+            (step.seed or 0) ^ elements.start & 0x7FFFFFFF,
         )  # fmt: skip
         # Two launches: full programs without masks, and one program with masks for the rest.
         full, rest = divmod(count, ROWS * BLOCK)
@@ -237,12 +230,7 @@ def adamw_step(
 
 
 def common_arguments(
-    exp_avg: torch.Tensor | Moment,
-    exp_avg_sq: torch.Tensor | Moment,
-    grad: torch.Tensor,
-    skip: torch.Tensor | None,
-    seed: int | None,
-    stochastic: Collection[str],
+    exp_avg: torch.Tensor | Moment, exp_avg_sq: torch.Tensor | Moment, grad: torch.Tensor, step: AdamStep
 ) -> dict[str, object]:
     """Return the constexpr arguments of every kernel that updates moments."""
     states = (exp_avg, exp_avg_sq)
@@ -252,9 +240,9 @@ def common_arguments(
         "LOG2_RANGE": LOG2_RANGE,
         "STEPS": EXPONENT_STEPS,
         "LARGEST_STEPS": LARGEST_EXPONENT,
-        "NOISE1": seed is not None and "exp_avg" in stochastic,
-        "NOISE2": seed is not None and "exp_avg_sq" in stochastic,
-        "SKIP": skip is not None,
+        "NOISE1": step.seed is not None and "exp_avg" in step.stochastic,
+        "NOISE2": step.seed is not None and "exp_avg_sq" in step.stochastic,
+        "SKIP": step.skip is not None,
         # Triton's interpreter has no approximate instructions.
         "FAST": grad.is_cuda,
     }

@@ -24,7 +24,7 @@ positive value is rounded up to the smallest positive number: Adam divides by th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -99,11 +99,6 @@ class Quantized(NamedTuple):
     data: torch.Tensor
     scale: torch.Tensor | None
     exponent: torch.Tensor | None
-
-
-def group_count(numel: int, granularity: str) -> int:
-    """Return the number of scales of a flat tensor, including a ragged last group of "1x128"."""
-    return math.ceil(numel / BLOCK) if granularity == "1x128" else 1
 
 
 def moment_bytes(precision: StatePrecision) -> float:
@@ -257,13 +252,9 @@ class Layout:
     scale_type: str
     segments: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.segments and sum(self.segments) != self.numel:
-            raise ValueError(f"segments of {sum(self.segments)} elements in a tensor of {self.numel}")
-
     @property
     def groups(self) -> int:
-        return max(1, len(self.segments)) if self.granularity == "tensor" else group_count(self.numel, "1x128")
+        return max(1, len(self.segments)) if self.granularity == "tensor" else math.ceil(self.numel / BLOCK)
 
     def pieces(self) -> Iterator[tuple[slice, slice]]:
         """Yield (elements, groups) slices that cover the state: full groups, at most CHUNK elements or one segment."""
@@ -304,12 +295,8 @@ class Moment:
         vars(self).update(state, data=data)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for tensor in (self.data, self.scale, self.exponent) if tensor is not None)
-
-    @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in (self.data, self.scale, self.exponent) if tensor is not None)
 
     def read(self, elements: slice, groups: slice) -> torch.Tensor:
         """Dequantize one piece of the layout, FP32."""
@@ -344,15 +331,12 @@ class Moment:
             result[elements] = self.read(elements, groups).to(result.device)
         return result
 
-    def quantize(
-        self, numbers: torch.Tensor, exponent: torch.Tensor | None = None, noise: torch.Generator | None = None
-    ) -> None:
-        """Quantize new values in place.
+    def quantize(self, numbers: torch.Tensor, exponent: torch.Tensor | None = None) -> None:
+        """Quantize new values in place, to nearest.
 
         Args:
             numbers: [numel], any dtype and device.
             exponent: uint8 [groups], with which `numbers` were dequantized, if known.
-            noise: Generator for stochastic rounding; None: to nearest.
         """
         flat = numbers.reshape(-1)
         device = self.data.device
@@ -360,8 +344,7 @@ class Moment:
             exponent = None
         for elements, groups in self.layout.pieces():
             known = None if exponent is None else exponent[groups].to(device)
-            piece = flat[elements].to(device, torch.float32)
-            self.write(elements, groups, piece, draw(noise, piece), exponent=known)
+            self.write(elements, groups, flat[elements].to(device, torch.float32), exponent=known)
 
     def packed(self) -> dict[str, Any]:
         """Return the quantized moment as a dict on the CPU, for a compact checkpoint."""
@@ -379,22 +362,17 @@ class Moment:
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         """Return a copy of dequantized elements; DeepSpeed calls it to read a parameter's part of a state."""
-        if dim != 0:
-            raise ValueError(f"a flat state has no dimension {dim}")
-        parts: Sequence[torch.Tensor] = [
+        parts = [
             self.read(elements, groups)[max(0, start - elements.start) : max(0, start + length - elements.start)]
             for elements, groups in self.layout.pieces()
             if elements.start < start + length and start < elements.stop
         ]
-        return torch.cat(list(parts)) if parts else torch.empty(0, device=self.data.device)
+        return torch.cat([torch.empty(0, device=self.data.device), *parts])
 
 
 def shared_layout(*states: torch.Tensor | Moment) -> Layout | None:
-    """Return the common layout of the Moments in `states`; None if there is none."""
-    layouts = {state.layout for state in states if isinstance(state, Moment)}
-    if len(layouts) > 1:
-        raise ValueError(f"moments of one parameter in several layouts: {layouts}")
-    return next(iter(layouts), None)
+    """Return the layout of the Moments in `states`, which have one; None if there are none."""
+    return next((state.layout for state in states if isinstance(state, Moment)), None)
 
 
 def is_stored_as(value: torch.Tensor | Moment | None, codec: str, device: torch.device) -> bool:

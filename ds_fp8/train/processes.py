@@ -26,7 +26,7 @@ from ds_fp8.cluster.hosts import free_port
 from ds_fp8.cluster.launcher import STARTED_BY
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.on_all_ranks import on_all_ranks
-from ds_fp8.zero.deepspeed.methods import disable_shm_build
+from ds_fp8.zero.deepspeed.patches import disable_shm_build
 
 T = TypeVar("T")
 

@@ -174,7 +174,8 @@ class TritonShardCast:
         self._weights = [weight for weight in weights if weight.shard.valid]
         self._shards, self._spec = shards, spec
         tiles = [tiles_of(weight) for weight in self._weights]
-        first = list(itertools.accumulate((down * across for _, down, across in tiles), initial=0))
+        counts = [down * across for _, down, across in tiles]
+        first = list(itertools.accumulate(counts, initial=0))
         rows = [
             (begin, weight.shard.shape[1], weight.shard.start, weight.shard.start + weight.shard.valid, tile_row,
              weight.start + weight.origin, weight.scale_start, weight.scale_strides[0] if weight.scale_strides else 0,
@@ -189,9 +190,11 @@ class TritonShardCast:
         if spec.granularity == "128x128" and spec.scale in ("pow2", "fp32") and rows:
             alone = torch.cat([alone_in(weight, *size) for weight, size in zip(self._weights, tiles, strict=True)])
         self._alone = alone.to(shards.device, torch.uint8)
-        self._all = _Programs(torch.arange(len(owner), dtype=torch.int32), first, shards.device)
-        # Tiles that have no data yet behind the launch for the amax.
-        self._left = _Programs((~alone).nonzero()[:, 0].int(), first, shards.device)
+        # Tiles of a launch and how many are of each weight: all, and those without data after the launch for the amax.
+        self._all, self._left = (
+            (chosen.nonzero()[:, 0].int().to(shards.device), [int(own.sum()) for own in chosen.split(counts)])
+            for chosen in (torch.ones_like(alone), ~alone)
+        )
         # Of all weights: the kernel is launched once and compiled for one answer. row[1:4]: columns, start and stop of
         # a shard; row[5] and row[8]: the places of its data.
         self._aligned = all(number % ALIGNMENT == 0 for row in rows for number in (*row[1:4], row[5], row[8]))
@@ -206,26 +209,25 @@ class TritonShardCast:
         self._launch(_cast, self._left, (scales, self._shards), source)
 
     def _launch(
-        self, kernel: triton.JITFunction, programs: _Programs, buffers: tuple[torch.Tensor, ...], source: Numbers
+        self, kernel: triton.JITFunction, tiles: tuple[torch.Tensor, list[int]], buffers: tuple[torch.Tensor, ...], source: Numbers
     ) -> None:
-        if not programs.of(0, len(self._weights)).numel():  # a rank may have no part of any weight
+        launched, counts = tiles
+        if not len(launched):  # a rank may have no part of any weight
             return
         numbers = [source(weight) for weight in self._weights]
         device = self._shards.device
         if all(_is_readable(one, device) for one in numbers):
-            self._run(kernel, programs, 0, numbers, buffers)
+            self._run(kernel, launched, 0, numbers, buffers)
             return
-        for position, one in enumerate(numbers):
-            if not programs.of(position, 1).numel():
-                continue
-            # An offloaded shard is on the device only while it is quantized.
-            here = one if _is_readable(one, device) else on_device(one, device)
-            self._run(kernel, programs, position, [here], buffers)
+        for position, (one, own) in enumerate(zip(numbers, launched.split(counts), strict=True)):
+            if len(own):
+                # An offloaded shard is on the device only while it is quantized.
+                here = one if _is_readable(one, device) else on_device(one, device)
+                self._run(kernel, own, position, [here], buffers)
 
     def _run(
-        self, kernel: triton.JITFunction, programs: _Programs, first_weight: int, numbers: list[torch.Tensor], buffers: tuple
+        self, kernel: triton.JITFunction, launched: torch.Tensor, first_weight: int, numbers: list[torch.Tensor], buffers: tuple
     ) -> None:
-        launched = programs.of(first_weight, len(numbers))
         sources = [(one.data_ptr(), int(one.dtype is torch.bfloat16)) for one in numbers]
         aligned = self._aligned and all(address % ALIGNMENT == 0 for address, _ in sources)
         kernel[(len(launched),)](
@@ -243,18 +245,6 @@ class TritonShardCast:
                 table = table.pin_memory().to(self._shards.device, non_blocking=True)
             self._listed, self._sources = sources, table
         return self._sources
-
-
-class _Programs:
-    """Tiles of a launch, in the order of the weights that they belong to."""
-
-    def __init__(self, tiles: torch.Tensor, first_of_weights: Sequence[int], device: torch.device):
-        """Keep ascending `tiles`, int32 [N]; tile first_of_weights[i] is the first one of weight i."""
-        self._tiles = tiles.to(device)
-        self._bounds = torch.searchsorted(tiles, torch.tensor(first_of_weights, dtype=torch.int32)).tolist()
-
-    def of(self, first_weight: int, count: int) -> torch.Tensor:
-        return self._tiles[self._bounds[first_weight] : self._bounds[first_weight + count]]
 
 
 def alone_in(weight: FP8Param, first: int, down: int, across: int) -> torch.Tensor:

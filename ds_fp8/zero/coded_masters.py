@@ -15,7 +15,7 @@ zero. Loads and users write FP32 masters, which the next requantize quantizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import deepspeed
@@ -30,12 +30,12 @@ from ds_fp8.zero import streams
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.deepspeed.masters import FlatMasters
 from ds_fp8.zero.deepspeed.parameters import bf16_shard, shard_of
-from ds_fp8.zero.masters import Masters
 from ds_fp8.zero.param import FP8Param, ReferenceShardCast, Stack
+from ds_fp8.zero.quantizer import Quantizer
 
 # Parameters of a sub-group with their offsets in it: FP8Params, or one SplitParameter
 Members = list[tuple[Any, int]]
-Finish = Callable[[torch.Tensor, torch.Tensor | None], None]  # (new scales of all weights, skip)
+Finish = Callable[[torch.Tensor], None]  # by the new scales of all weights
 
 
 class ReferenceStep:
@@ -52,21 +52,20 @@ class ReferenceStep:
         exp_avg: torch.Tensor | Moment,
         exp_avg_sq: torch.Tensor | Moment,
         step: AdamStep,
-        **options: Any,
     ) -> Finish:
         """Update moments and `amax`; return the function that writes data and corrections."""
         flat = torch.zeros(gradient.numel(), device=gradient.device)
         masters = {weight: flat[start : start + weight.shard.numel] for weight, start in self._members}
         for weight, master in masters.items():
             master.copy_(weight.master())
-        step_on(gradient.device, (exp_avg, exp_avg_sq))(flat, gradient, exp_avg, exp_avg_sq, step, **options)
+        step_on(gradient.device, (exp_avg, exp_avg_sq))(flat, gradient, exp_avg, exp_avg_sq, step)
         for weight in masters:
             ReferenceShardCast([weight], weight.spec).write_amax(amax, masters.__getitem__)
 
-        def finish(new_scales: torch.Tensor, skip: torch.Tensor | None) -> None:
+        def finish(new_scales: torch.Tensor) -> None:
             for weight, master in masters.items():
                 if weight.shard.valid:
-                    weight.write_master(master, new_scales, skip)
+                    weight.write_master(master, new_scales, step.skip)
 
         return finish
 
@@ -97,21 +96,22 @@ class SplitParameter:
         if self.master_override is None:
             self.master_override = self.split._replace(bf16=before).read_all()
 
-    def step(self, gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
+    def step(self, gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep) -> None:
         """Take AdamW's step; where masters are overridden on a staged copy, committed unless the step is skipped."""
         self._staged = None if self.master_override is None else self.master_override.to(gradient.device, copy=True)
         masters = self.split if self._staged is None else self._staged
-        step_on(gradient.device, (exp_avg, exp_avg_sq))(masters, gradient, exp_avg, exp_avg_sq, step, **options)
+        step_on(gradient.device, (exp_avg, exp_avg_sq))(masters, gradient, exp_avg, exp_avg_sq, step)
 
     def taken(self) -> None:
         if self._staged is not None:
             self.load(self._staged)
 
 
-class CodedMasters(Masters):
+class CodedQuantizer(Quantizer):
     """Weights with masters of data and corrections, and parameters with masters of BF16 and corrections."""
 
     steps = True
+    _stored = staticmethod(stored_amax)
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, stacks: list[Stack], wire: WireMeter):
         super().__init__(stacks, wire)
@@ -119,7 +119,7 @@ class CodedMasters(Masters):
         without = {id(p): p for some in self._flat.sub_groups.values() for p, *_ in some}
         # By the id of their parameters.
         self.split = {key: SplitParameter(p) for key, p in without.items() if key in self._flat.alone}
-        self._of = {id(weight.parameter): weight for weight in self.weights} | self.split
+        self._of = self._flat.holders = {id(weight.parameter): weight for weight in self.weights} | self.split
         if without.keys() != self._of.keys():
             raise RuntimeError(f"{len(without)} weights have no FP32 masters, and {len(self._of)} are sharded as such")
         self._members: dict[int, Members] = {
@@ -152,7 +152,6 @@ class CodedMasters(Masters):
 
     @property
     def stale(self) -> bool:
-        """Return whether requantize, or residuals after a step, are due."""
         return self._residuals_due or super().stale
 
     def requantize(self) -> None:
@@ -162,7 +161,7 @@ class CodedMasters(Masters):
             amax = torch.zeros(self.num_scales, device=self.device)
             for weight in stale:
                 ReferenceShardCast([weight], weight.spec).write_amax(amax, FP8Param.numbers)
-            agreed, scales = self._agree(amax, stored_amax), self._scales.clone()
+            agreed, scales = self._agree(amax), self._scales.clone()
             for weight in stale:
                 weight.scales_in(scales).copy_(weight.scales_in(agreed))
             for weight in stale:
@@ -194,24 +193,24 @@ class CodedMasters(Masters):
             return None
         members = self._members[sub_group]
 
-        def update(gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep, **options: Any) -> None:
-            self._skip_of_part = options["skip"]
+        def update(gradient: torch.Tensor, exp_avg: Any, exp_avg_sq: Any, step: AdamStep) -> None:
+            self._skip_of_part = step.skip
             if isinstance(members[0][0], SplitParameter):
-                members[0][0].step(gradient, exp_avg, exp_avg_sq, step, **options)
+                members[0][0].step(gradient, exp_avg, exp_avg_sq, step)
                 return
             kernel = self._kernels.get(sub_group)
             takes = kernel is not None and kernel.takes(exp_avg, exp_avg_sq)
             taken = kernel if takes else ReferenceStep(members)
-            finish = taken(self._scales, self._amax, gradient, exp_avg, exp_avg_sq, step, **options)
+            finish = taken(self._scales, self._amax, gradient, exp_avg, exp_avg_sq, step)
             self._unfinished.append(finish)
 
         return update
 
     def finish(self, skip: torch.Tensor) -> None:
         """Write shared blocks, which need the amax of other ranks. Collective; no host sync."""
-        scales = self._agree(self._amax, stored_amax)
+        scales = self._agree(self._amax)
         while self._unfinished:
-            self._unfinished.pop(0)(scales, skip)
+            self._unfinished.pop(0)(scales)
         # Now, not when the host knows `skip`: data and scales stay consistent if the step is interrupted.
         self._use(torch.where(skip != 0, self._scales, scales))
         self._skip_of_part, self._finished = None, True
@@ -231,7 +230,6 @@ class CodedMasters(Masters):
             self.taken()
 
     def check(self) -> None:
-        """Raise UserError if masters are partially updated."""
         if self._skip_of_part is not None and not self._skip_of_part.item():
             raise UserError(
                 "an optimizer step was interrupted: masters of quantized weights and corrections are partially updated",
@@ -240,25 +238,17 @@ class CodedMasters(Masters):
 
     # ---------------------------------------------------------------- DeepSpeed's view
 
-    @contextmanager
-    def read(self, parameter: nn.Parameter) -> Iterator[None]:
-        """Let DeepSpeed find the FP32 masters of one parameter."""
-        if id(parameter) not in self._of:
-            yield
-            return
-        self.check()
-        with self._flat.on_host(self._master, parameter):
-            yield
+    def read(self, parameter: nn.Parameter) -> AbstractContextManager:
+        if id(parameter) in self._of:
+            self.check()
+        return self._flat.on_host(parameter)
 
     @contextmanager
     def written(self, parameter: nn.Parameter | None = None) -> Iterator[None]:
         """Let DeepSpeed write the FP32 masters of one parameter, or of all; the next requantize or step reads them."""
-        if parameter is not None and id(parameter) not in self._of:
-            yield
-            return
         there: dict[nn.Parameter, torch.Tensor] = {}
         try:
-            with self._flat.on_host(self._master, parameter) as there:
+            with self._flat.on_host(parameter) as there:
                 yield
             if parameter is None:  # a load writes all
                 self._skip_of_part = None
@@ -270,10 +260,6 @@ class CodedMasters(Masters):
                     self._of[id(one)].master_override = masters if parameter is None else masters.clone()
 
     def into_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Put FP32 masters into a state dict of the ZeRO optimizer."""
         self.check()
-        self._flat.in_state(state, self._master)
+        self._flat.in_state(state)
         return state
-
-    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
-        return self._of[id(parameter)].master()

@@ -1,7 +1,7 @@
 """All-gathers of FP8 shards, their two transports, and the count of what travels between ranks.
 
 FP8 shards travel by collectives, or lie in memory that all ranks of a host map and are copied by copy engines. NCCL's
-all-gather runs as a kernel beside the products and takes some of their multiprocessors; where all ranks of a group can
+all-gather runs as a kernel next to the products and takes some of their multiprocessors; where all ranks of a group can
 map each other's memory (one host, NVLink or PCIe peers), a gather needs no collective: every rank copies the others'
 shards out of symmetric memory, at any time between two barriers.
 
@@ -20,9 +20,9 @@ import functools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Literal, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -32,6 +32,7 @@ from ds_fp8.config.errors import first_line
 from ds_fp8.layers.attention import sequence_parallel as exchanges
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed.parameters import is_gathered
+from ds_fp8.zero.deepspeed.patches import environment
 from ds_fp8.zero.hosts import identity
 from ds_fp8.zero.param import FP8Param, Stack, in_runs, stacks_of
 
@@ -66,34 +67,11 @@ def all_gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
     return manager.wait
 
 
-class Transport(Protocol):
-    """Carries the shards of all ranks. Every method but `allocate` is called on all ranks."""
+class Transport:
+    """Carries the shards of all ranks, by collectives of NCCL or gloo. All methods but `allocate` are collective."""
 
     local: torch.Tensor  # this rank's shards, uint8 [numel], zeros at first
     description: str  # how they are carried, and why not faster
-
-    def allocate(self, numel: int) -> torch.Tensor:
-        """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""
-
-    def write(self) -> None:
-        """Let the current stream wait until no rank reads shards for the gathers so far.
-
-        For this rank's own gathers, those too that were fetched ahead and that no product has waited for.
-        """
-
-    def written(self) -> None:
-        """Let the current stream wait until all ranks have written what they were writing."""
-
-    def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
-        """Begin to gather every input, a view of `local`, into its output, behind what the current stream holds.
-
-        Inputs are uint8 [n_i], the other ranks' at the same places of theirs; they land in outputs, uint8
-        [ranks * n_i], in the order of the ranks of `group`, that of the weights.
-        """
-
-
-class Collectives:
-    """NCCL or gloo: a gather is a collective, which no rank can run ahead of."""
 
     def __init__(self, numel: int, device: torch.device, why: str | None = None):
         """Allocate `local`; `why` nothing faster carries the shards."""
@@ -102,9 +80,14 @@ class Collectives:
         self._readers: list[object] = []  # streams that gathers have begun on
 
     def allocate(self, numel: int) -> torch.Tensor:
-        return self.local.new_empty(numel)
+        """Return memory for outputs of `gather`, uint8 [numel], uninitialised, on the current stream."""
+        return torch.empty(numel, dtype=torch.uint8, device=self.local.device)
 
     def write(self) -> None:
+        """Let the current stream wait until no rank reads shards for the gathers so far.
+
+        For this rank's own gathers, those too that were fetched ahead and that no product has waited for.
+        """
         # The other ranks have read from a gather's input once it has ended here, for it is a collective. It runs on
         # NCCL's own stream. But every handle is waited for on the stream that it began on, that of a prefetch which
         # nobody used by DeepSpeed: behind that stream all of them have ended.
@@ -112,16 +95,22 @@ class Collectives:
             streams.wait_stream(stream)
 
     def written(self) -> None:
-        """Wait for nothing: a gather of another rank reads nothing here before it begins here, behind the writing."""
+        """Let the current stream wait until all ranks have written what they were writing."""
+        # For nothing: a gather of another rank reads nothing here before it begins here, behind the writing.
 
     def gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: object) -> Wait:
+        """Begin to gather every input, a view of `local`, into its output, behind what the current stream holds.
+
+        Inputs are uint8 [n_i], the other ranks' at the same places of theirs; they land in outputs, uint8
+        [ranks * n_i], in the order of the ranks of `group`, that of the weights.
+        """
         stream = streams.current_stream()
         if stream not in self._readers:
             self._readers.append(stream)
         return all_gather(outputs, inputs, group)
 
 
-class PeerMemory:
+class PeerMemory(Transport):
     """Copy engines: every rank reads the buffers of all others of its group, out of symmetric memory."""
 
     description = "by copy engines"
@@ -137,9 +126,6 @@ class PeerMemory:
         self.local: torch.Tensor = self._of_rank[rank]
         self._stream, self._done = streams.new_stream(), None
         _live.add(self)
-
-    def allocate(self, numel: int) -> torch.Tensor:
-        return torch.empty(numel, dtype=torch.uint8, device=self.local.device)
 
     def _map(self, numel: int, device: torch.device) -> list[torch.Tensor]:
         """Return the memory of every rank, this rank's zeroed. Collective."""
@@ -223,9 +209,11 @@ def share(numel: int, device: torch.device, group: object) -> PeerMemory | str:
     problem = first_reason(None if readable else "the GPUs cannot read each other's memory", group)
     if problem is not None:
         return problem
+    # torch takes equal numbers for one GPU, and refuses; each process may see one GPU, and call it 0. CUDA maps memory
+    # of GPUs that a process does not see, too.
     memory, alike = None, len({place.index for place in places}) < len(places)
     try:
-        with _equal_numbers() if alike else nullcontext():
+        with environment("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1") if alike else nullcontext():
             memory = PeerMemory(numel, device, group)
     except RuntimeError as error:
         problem = first_line(error)
@@ -242,29 +230,11 @@ def first_reason(reason: str | None, group: object = None) -> str | None:
     return next(filter(None, reasons), None)
 
 
-@contextmanager
-def _equal_numbers() -> Iterator[None]:
-    """Let torch share memory of ranks that call their GPUs by one number, as those do that each see one GPU only.
-
-    torch takes equal numbers for one GPU, and refuses. CUDA maps memory of GPUs that a process does not see, too.
-    """
-    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def choose(numel: int, device: torch.device, groups: Sequence[object]) -> Transport:
     """Return what carries shards: copy engines if the ranks can share memory, otherwise collectives. Collective."""
     # Memory is mapped for one group; weights of experts with groups of their own would need one buffer each.
     shared = share(numel, device, groups[0]) if len(groups) == 1 else "the weights are sharded over several groups"
-    return shared if isinstance(shared, PeerMemory) else Collectives(numel, device, shared)
+    return shared if isinstance(shared, PeerMemory) else Transport(numel, device, shared)
 
 
 # ---------------------------------------------------------------- all-gather of weights
@@ -273,11 +243,12 @@ def choose(numel: int, device: torch.device, groups: Sequence[object]) -> Transp
 class AllGather:
     """Gathers weights whose shards are views of the transport's `local`."""
 
-    def __init__(self, stacks: Iterable[Stack], wire: WireMeter, transport: Transport, ready: Callable[[], None]):
-        """Remember which weights make one product; `ready` lets the current stream wait for the present data."""
-        self._wire, self._transport, self._ready = wire, transport, ready
+    def __init__(self, stacks: Iterable[Stack], wire: WireMeter, transport: Transport):
+        """Remember which weights make one product."""
+        self._wire, self._transport = wire, transport
+        self.ready: object | None = None  # event after the last write to shards and scales, which all-gathers wait for
         self._product = {weight: stack for stack in stacks for weight in stack}
-        # Weights of a product of which others have been fetched: memory beside those, and the stream it is for.
+        # Memory adjacent to unsharded weights of the same product, for those still sharded; and its stream.
         self._reserved: dict[FP8Param, tuple[torch.Tensor, object | None]] = {}
 
     def begin(self, weights: list[FP8Param], alone: bool = False) -> Callable[[], None]:
@@ -285,7 +256,7 @@ class AllGather:
 
         `alone`: the rest of a product, where it is not there yet, does not follow.
         """
-        self._ready()
+        streams.wait_event(self.ready)
         stream = streams.current_stream()
         stacks = stacks_of(weights)
         landed, sent = {}, []
@@ -313,7 +284,9 @@ class AllGather:
                 if wait is not None:
                     wait()
                 if len(sent) < len(weights):
-                    self._ready()  # there may have been a requantize since; those in place are its result
+                    streams.wait_event(
+                        self.ready
+                    )  # there may have been a requantize since; those in place are its result
                 for stack in stacks:
                     data = [landed[weight][: weight.unsharded_numel] for weight in stack]  # views, without padding
                     if _padded(stack[:-1]):  # which parts them: copied, to adjoin
@@ -376,15 +349,6 @@ def _padded(weights: Iterable[FP8Param]) -> bool:
 
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 
-# Share of a collective's input that one rank sends to the others, as a function of the group's size (an all-reduce is a
-# reduce-scatter and an all-gather).
-_SHARES = {
-    "all_gather": lambda world: world - 1,
-    "reduce_scatter": lambda world: (world - 1) / world,
-    "all_to_all": lambda world: (world - 1) / world,
-    "all_reduce": lambda world: 2 * (world - 1) / world,
-}
-
 
 class WireMeter:
     """Counts the bytes this rank sends to other ranks for the parameters and gradients of one ZeRO-3 engine.
@@ -400,20 +364,19 @@ class WireMeter:
 
     def count(self, purpose: str, collective: Collective, nbytes: int, group: object) -> None:
         """Count one collective over `group` by a rank's input of `nbytes`, for GATHER or GRADIENT."""
-        self._sent[purpose] += round(nbytes * _SHARES[collective](dist.get_world_size(group)))
+        world = dist.get_world_size(group)
+        # Of its input a rank sends this share to the others; an all-reduce is a reduce-scatter and an all-gather.
+        share = {"all_gather": world - 1, "all_reduce": 2 * (world - 1) / world}.get(collective, (world - 1) / world)
+        self._sent[purpose] += round(nbytes * share)
 
     def sent(self) -> Counter[str]:
         """Return the bytes sent since the last `take`, by purpose."""
         return Counter({**self._sent, EXCHANGE: exchanges.bytes_sent() - self._exchanged_before})
 
     def add(self, sent: Counter[str]) -> None:
-        """Count what a CUDA graph sends, of which Python sees nothing."""
+        """Count what a CUDA graph sends, of which Python sees nothing; negative: what was counted and not sent."""
         self._sent.update({purpose: sent[purpose] for purpose in (GATHER, GRADIENT)})
         exchanges.count_sent(sent[EXCHANGE])
-
-    def subtract(self, sent: Counter[str]) -> None:
-        """Take back what was counted and not sent."""
-        self.add(Counter({purpose: -nbytes for purpose, nbytes in sent.items()}))
 
     def take(self) -> dict[str, int]:
         """Return the bytes sent since the last call, by purpose."""

@@ -2,7 +2,7 @@
 
 After each change of the master shards they are requantized once, on a stream of their own, right after an optimizer
 step, during the work that precedes the first all-gather. A step may have quantized most of their blocks itself
-(masters.py). Frozen weights are quantized once, and again only after a write to them.
+(quantizer.py). Frozen weights are quantized once, and again only after a write to them.
 
 Weights whose scale needs no amax need no all-reduce. The result is bit-equal to quantizing the whole master tensor
 (Micikevicius et al. quantize whole tensors; a block on the edge of two shards is why its amax must be agreed). At every
@@ -10,9 +10,9 @@ all-gather only the bytes of the shards travel: every rank knows all scales alre
 
 On one rank a shard is the weight: it is used where it lies, until the next requantize writes there.
 
-DeepSpeed holds a BF16 shard of every parameter, in one flat buffer, next to its FP32 master. Nobody reads most of them,
-and they are freed. What reads those of weights in FP8 (GatheredParameters, saving, loading) gets them rounded from the
-masters at that moment. Those of frozen weights wait on the host, for requantize after a load.
+DeepSpeed holds a BF16 shard of every parameter, in one flat buffer, next to its FP32 master. BF16 shards of weights in
+FP8 are freed, and rounded from the masters when something reads them (GatheredParameters, saving, loading). Those of
+frozen weights are offloaded to the host, from where a requantize after a load reads them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from ds_fp8.casts import QuantizedTensor
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero import streams
-from ds_fp8.zero.coded_masters import CodedMasters, SplitParameter
+from ds_fp8.zero.coded_masters import CodedQuantizer, SplitParameter
 from ds_fp8.zero.collectives import AllGather, Transport, WireMeter, choose
 from ds_fp8.zero.deepspeed.masters import has_fp32_master
-from ds_fp8.zero.deepspeed.methods import on_destroy
 from ds_fp8.zero.deepspeed.optimizer import FlatBf16
 from ds_fp8.zero.deepspeed.parameters import (
     bf16_shard,
@@ -46,11 +45,12 @@ from ds_fp8.zero.deepspeed.parameters import (
     reshard,
     shard_of,
 )
-from ds_fp8.zero.masters import FP32Masters, runs_of
+from ds_fp8.zero.deepspeed.patches import on_destroy
 from ds_fp8.zero.param import FP8Param, Stack, State, in_runs, on_device, stacks_of
+from ds_fp8.zero.quantizer import FP32Quantizer, runs_of
 from ds_fp8.zero.streams import profiled
 
-Written = tuple[FP8Param | SplitParameter, torch.Tensor]  # a user may write its BF16 shard, which was this before
+Snapshot = tuple[FP8Param | SplitParameter, torch.Tensor]  # and its BF16 shard before a release that may write to it
 
 
 def _kind(stack: Stack) -> int:
@@ -88,25 +88,25 @@ class FP8ParamGroup:
             self._move_frozen_to_host()  # before there are data; the first requantize copies them back one by one
         groups = list({id(weight.shard.group): weight.shard.group for weight in self}.values())
         self.transport: Transport = choose(sum(numels), device, groups)
-        self._all_gather = AllGather(stacks, wire, self.transport, self.wait_for_requantize)
+        self._all_gather = AllGather(stacks, wire, self.transport)
         self.data = self.transport.local
         for weight, data in zip(self, self.data.split(numels), strict=True):
             weight.data = data
             if weight.outliers is not None:
                 weight.outliers.on_found = self.write_residuals
-        self.coded = CodedMasters(engine, coded, wire) if coded else None
-        self.trained = FP32Masters(trained, wire, self.data) if trained else None
-        rest = FP32Masters(frozen, wire, self.data) if frozen else None
-        self.masters = [some for some in (self.coded, self.trained, rest) if some is not None]
-        # Another stream than the products': requantize overlaps with whatever precedes the first gather of the step.
+        self.coded = CodedQuantizer(engine, coded, wire) if coded else None
+        self.trained = FP32Quantizer(trained, wire, self.data) if trained else None
+        rest = FP32Quantizer(frozen, wire, self.data) if frozen else None
+        self.quantizers = [some for some in (self.coded, self.trained, rest) if some is not None]
+        # Not the stream of the products: requantize overlaps with all that precedes the first all-gather of the step.
         self._stream = streams.new_stream()
-        # Behind the last write to masters or BF16 shards. Weights were written on the current stream before.
-        self._written: object | None = streams.record_event()
-        self._quantized: object | None = None  # event behind the last requantize
+        self._stale = True  # something may have been written since the last requantize
+        # After the last write to masters or BF16 shards; the initial weights were written on the current stream.
+        self._write_event: object | None = streams.record_event()
         self._pinned = False
         self._flat_bf16: FlatBf16 | None = None  # DeepSpeed's buffer of BF16 shards, where it is freed
         on_destroy(engine, self._end)
-        # A module that reads another module's weight needs numbers, not FP8 data.
+        # A module that reads another module's weight needs BF16, not FP8 data.
         on_external_parameter(engine, lambda parameter: self.leave_fp8([parameter]))
 
     def __iter__(self) -> Iterator[FP8Param]:
@@ -120,7 +120,6 @@ class FP8ParamGroup:
         return [weight for weight in map(self.of, parameters) if weight is not None]
 
     def in_fp8(self, parameter: nn.Parameter) -> bool:
-        """Return whether modules get this parameter in FP8."""
         weight = self.of(parameter)
         return weight is not None and weight.in_fp8
 
@@ -133,7 +132,7 @@ class FP8ParamGroup:
     def nbytes(self) -> int:
         """Return the bytes of this rank's FP8 shards, and for unsharded weights: data kept, scales, residuals."""
         kept = sum(weight.kept_data.nbytes for weight in self if weight.kept_data is not None)
-        return self.data.nbytes + kept + sum(some.nbytes for some in self.masters)
+        return self.data.nbytes + kept + sum(some.nbytes for some in self.quantizers)
 
     @property
     def kept_numel(self) -> int:
@@ -147,8 +146,8 @@ class FP8ParamGroup:
     def observe(self, report: Callable[[nn.Parameter, torch.Tensor, QuantizedTensor, int], None]) -> None:
         """Call `report(parameter, rows, quantized, elements)` for each shard that is gathered in FP8. Between steps.
 
-        The rows are those that the shard of so many elements touches, in high precision and as they are sent. A shard
-        that waits on the host is reported once after it was quantized.
+        Rows: those of which the shard has elements, in high precision and quantized. A frozen weight, whose BF16 shard
+        is on the host, is reported once after each requantize.
         """
         self.wait_for_requantize()
         for weight in self:
@@ -164,24 +163,26 @@ class FP8ParamGroup:
     def requantize(self) -> None:
         """Quantize again what was written since the last time. Collective; the host waits for nothing."""
         self.check_masters()
-        stale = [some for some in self.masters if some.stale]
+        # Called for every fetch: one flag, before all weights are asked.
+        stale = [some for some in self.quantizers if some.stale] if self._stale else []
         if not stale:
             return
         if self._copy_unsharded():  # on the current stream, which the stream of requantize must wait for, too
-            self._written = streams.record_event()
+            self._write_event = streams.record_event()
         with profiled("cast"), streams.on_stream(self._stream):
-            # The stream that the masters were written on holds the products too, which read the scales.
-            streams.wait_event(self._written)
-            # In this order: the last gathers have read, then all shards are written, then all ranks know it.
+            # Products run on the stream that wrote the masters, and read the present scales: this waits for them too.
+            streams.wait_event(self._write_event)
+            # In this order: wait for the last all-gathers, write all shards, let all ranks know.
             self.transport.write()
             for some in stale:
                 some.requantize()
             self.transport.written()
             self._all_gather.gather_kept(weight for some in stale for weight in some.weights)
-            self._quantized = streams.record_event()  # gathers begin behind it
+            self._all_gather.ready = streams.record_event()  # the next all-gathers wait for it
+        self._stale = False  # last: an interrupted requantize is repeated
 
     def _copy_unsharded(self) -> bool:
-        """Copy the data of weights that are used in place; DeepSpeed has resharded nearly all by now."""
+        """Copy the data of weights that products read in place; DeepSpeed has resharded nearly all by now."""
         in_use = [weight for weight in self if weight.unsharded_in_place]
         for weight in in_use:
             weight.copy_unsharded()
@@ -196,7 +197,7 @@ class FP8ParamGroup:
 
     def wait_for_requantize(self) -> None:
         """Let the current stream wait for the last requantize: it may still write shards and read masters."""
-        streams.wait_event(self._quantized)
+        streams.wait_event(self._all_gather.ready)
 
     def requantize_and_wait(self) -> None:
         """Let the current stream wait until all shards are quantized from the present masters."""
@@ -212,7 +213,7 @@ class FP8ParamGroup:
         self.wait_for_requantize()
         self.transport.write()
         written: list[FP8Param] = []
-        for some in self.masters:
+        for some in self.quantizers:
             fixed = all(weight.outliers is None or weight.outliers.fixed for weight in some.weights)
             if not some.stale and not (fixed and but_fixed):  # what is stale, requantize writes
                 some.write_residuals(only)
@@ -220,9 +221,9 @@ class FP8ParamGroup:
         self.transport.written()
         in_room = [weight for weight in written if weight.has_room and only in (None, weight.outliers)]
         self._all_gather.gather_kept(in_room)
-        self._quantized = streams.record_event()
+        self._all_gather.ready = streams.record_event()
         for weight in in_room:
-            # The product that has just found its channels has its weights already, with the blocks of before.
+            # The product that has just selected its channels has unsharded weights with the old blocks.
             if weight.unsharded and not weight.unsharded_in_place:
                 self._all_gather.gather_again(weight)
 
@@ -234,13 +235,13 @@ class FP8ParamGroup:
                 for weight, data in zip(stack, self._all_gather.allocate(stack), strict=True):
                     weight.kept_data = data
         self._all_gather.gather_kept(self)
-        self._quantized = streams.record_event()  # products read what is kept as they read shards
+        self._all_gather.ready = streams.record_event()  # products wait for it before they read kept data
 
     def pin_scales(self) -> None:
         """Keep the scales where they are from now on, between steps: requantize writes in place what graphs read."""
         if not self._pinned:
             self.requantize_and_wait()  # the pinned buffer begins with copies of the present scales
-            for some in self.masters:
+            for some in self.quantizers:
                 some.pin_scales()
             self._pinned = True
 
@@ -252,14 +253,14 @@ class FP8ParamGroup:
             self.coded.check()
 
     def read_master(self, parameter: nn.Parameter) -> AbstractContextManager:
-        """Let DeepSpeed find the FP32 masters of a parameter, within."""
+        """Let DeepSpeed find the FP32 masters of a parameter inside."""
         if self.coded is None:
             return nullcontext()
         self.wait_for_requantize()
         return self.coded.read(parameter)
 
     def write_master(self, parameter: nn.Parameter | None = None) -> AbstractContextManager:
-        """Let DeepSpeed write the FP32 masters of one parameter, or of all, within."""
+        """Let DeepSpeed write the FP32 masters of one parameter, or of all, inside."""
         self.wait_for_requantize()
         return nullcontext() if self.coded is None else self.coded.written(parameter)
 
@@ -270,48 +271,36 @@ class FP8ParamGroup:
         self.wait_for_requantize()
         return self.coded.into_state(state)
 
-    def step(self, step: Callable[[], Any], skipped: Callable[[], bool]) -> Any:
-        """Take DeepSpeed's own step, where this package's cannot run, and requantize what it has changed."""
-        self.wait_for_requantize()  # it reads masters, on a stream of its own
-        try:
-            result = step()
-            if not skipped():
-                self.step_wrote()
-            self.requantize()
-            return result
-        except BaseException:
-            self.step_ended_midway()
-            raise
-
     def step_wrote(self) -> None:
-        self._wrote(self.trained.weights if self.trained else (), by_step=True)
+        self._mark_stale(self.trained.weights if self.trained else (), by_step=True)
 
     def step_ended_midway(self) -> None:
         """Let BF16 shards and data follow FP32 masters of which a step has written some."""
         if self.coded is not None:
             self.coded.step_ended_midway()
-        self._wrote(self.trained.weights if self.trained else ())
+        self._mark_stale(self.trained.weights if self.trained else ())
         if self._flat_bf16 is not None:
             self.prepare_bf16()()
 
     def load_wrote(self, frozen_only: bool = False) -> None:
         """Note that all masters and BF16 shards, or those of weights that are not trained, may have been written."""
-        self._wrote([weight for weight in self if not frozen_only or not is_trained(weight.parameter)])
+        self._mark_stale([weight for weight in self if not frozen_only or not is_trained(weight.parameter)])
 
     def user_wrote(self, parameter: nn.Parameter) -> None:
-        """Note that the user wrote a parameter's masters: what was written to its BF16 shard counts no longer."""
+        """Note that the user wrote a parameter's masters: they override writes to its BF16 shard."""
         weight = self.of(parameter)
         if weight is not None:
-            self._wrote([weight])
+            self._mark_stale([weight])
             if not is_gathered(parameter):  # else `reshard` frees it
                 weight.free_bf16()
 
-    def _wrote(self, weights: Iterable[FP8Param], by_step: bool = False) -> None:
+    def _mark_stale(self, weights: Iterable[FP8Param], by_step: bool = False) -> None:
         for weight in weights:
             weight.master_written()
         if self.trained and not by_step:
             self.trained.amax = None
-        self._written = streams.record_event()
+        self._stale = True
+        self._write_event = streams.record_event()
 
     # ---------------------------------------------------------------- unshard and reshard
 
@@ -326,7 +315,7 @@ class FP8ParamGroup:
         if weight.state is State.UNSHARDED:
             reshard(parameter)
         self.requantize()
-        # Begun and awaited at once: the reader wants the numbers now, and nothing runs beside it. It may keep them.
+        # Waited for at once: nothing overlaps with it.
         self._all_gather.begin([weight], alone=True)()
         if weight.unsharded_in_place:  # which requantize overwrites: the reader gets a copy to keep
             weight.copy_unsharded()
@@ -349,7 +338,7 @@ class FP8ParamGroup:
             if parameter.data_ptr() == bf16_shard(parameter).data_ptr():
                 parameter.data = parameter.data.clone()
 
-    def reshard(self, parameters: Iterable[nn.Parameter], may_be_written: bool) -> list[Written] | None:
+    def reshard(self, parameters: Iterable[nn.Parameter], may_be_written: bool) -> list[Snapshot] | None:
         """Drop what was unsharded in FP8, before DeepSpeed releases the parameters.
 
         Returns, for `resharded`, the weights whose BF16 shards DeepSpeed may write then; None where it writes none.
@@ -368,25 +357,24 @@ class FP8ParamGroup:
         split = {} if self.coded is None else self.coded.split
         return [split[id(parameter)] for parameter in parameters if id(parameter) in split]
 
-    def resharded(self, parameters: Iterable[nn.Parameter], before: list[Written] | None) -> None:
+    def resharded(self, parameters: Iterable[nn.Parameter], before: list[Snapshot] | None) -> None:
         """Find out what DeepSpeed's release has written, if it may have, and free BF16 shards. Collective."""
         if before is not None:
             self._find_writes(before)
         for weight in self._of(parameters):
-            # A BF16 shard that a user wrote to is the source of requantize: it stays until a step has written masters
-            # over it.
+            # A BF16 shard that a user wrote to is the source of requantize until a step writes the masters.
             if not weight.from_bf16:
                 weight.free_bf16()
 
-    def _find_writes(self, written: Iterable[Written]) -> None:
+    def _find_writes(self, before: Iterable[Snapshot]) -> None:
         """Quantize from their BF16 shards, from now on, the weights whose shards have changed on any rank.
 
         GatheredParameters with a modifier_rank may have written to them, or only have read them (as
         save_16bit_model does): then the FP32 masters stay the source. As in ZeRO-3 itself new values hold until the
         next step writes the masters over them. Collective; the host waits.
         """
-        self._wrote(())
-        for pairs in in_runs(written, lambda pair: id(pair[0].shard.group)):
+        self._mark_stale(())
+        for pairs in in_runs(before, lambda pair: id(pair[0].shard.group)):
             # By bits: NaN differs from itself.
             bits = ((w, bf16_shard(w.parameter).view(torch.int16), old.view(torch.int16)) for w, old in pairs)
             changed = [bool((new != old)[: weight.shard.valid].any()) for weight, new, old in bits]

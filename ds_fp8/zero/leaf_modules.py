@@ -30,9 +30,9 @@ from ds_fp8.layers.linear.adapters import is_lora
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import BEFORE_BACKWARD
 from ds_fp8.monitor.routing import in_backward
-from ds_fp8.zero.deepspeed.methods import on_destroy, replace
 from ds_fp8.zero.deepspeed.optimizer import fetch_for_backward, reduce_gradient
 from ds_fp8.zero.deepspeed.parameters import full_shape, is_gathered, is_trained, leaf_module_of, order
+from ds_fp8.zero.deepspeed.patches import on_destroy, replace
 
 
 class _Call:

@@ -15,7 +15,7 @@ are multiples of 128 (`takes`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -23,7 +23,6 @@ import triton.language as tl
 
 from ds_fp8.casts.primitives_triton import amax_bits, format_arguments, multiprocessors, random_word, reciprocal_of
 from ds_fp8.config.formats import BLOCK
-from ds_fp8.config.plans import MOMENTS
 from ds_fp8.optim.adamw import AdamStep
 from ds_fp8.optim.adamw_step_triton import (
     BEYOND,
@@ -206,12 +205,7 @@ class TileStep:
         exp_avg: torch.Tensor | Moment,
         exp_avg_sq: torch.Tensor | Moment,
         step: AdamStep,
-        *,
-        skip: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
-        seed: int | None = None,
-        stochastic: Collection[str] = MOMENTS,
-    ) -> Callable[[torch.Tensor, object], None]:
+    ) -> Callable[[torch.Tensor], None]:
         """Take the step of blocks that no other rank has a part of, and raise `amax`, FP32 zeros, of all.
 
         Of a sub-group's flat gradient and moments, as adamw_step_reference; `scales` and `amax` are all weights'.
@@ -219,7 +213,7 @@ class TileStep:
         """
         device, members = gradient.device, self._members
         if not members:
-            return lambda scales, skip: None
+            return lambda scales: None
         if self._tables[0].device != device:
             self._tables = tuple(table.to(device) for table in self._tables)
             self._programs = {what: programs.to(device) for what, programs in self._programs.items()}
@@ -233,11 +227,10 @@ class TileStep:
         # The buffers of all weights, from their beginnings: places in them are in the table.
         data, corrections = (one.as_strided((1,), (1,), 0) for one in (weight.data, weight.correction))
         arguments = (
-            amax.view(torch.int32), gradient, skip, factor, *state_arguments(exp_avg, *everything),
-            *state_arguments(exp_avg_sq, *everything), step.beta1, step.beta2, step.eps, step.decay, step.step_size,
-            step.root_factor, seed or 0,
+            amax.view(torch.int32), gradient, step.skip, step.factor, *state_arguments(exp_avg, *everything),
+            *state_arguments(exp_avg_sq, *everything), *step.numbers, step.seed or 0,
         )  # fmt: skip
-        options = common_arguments(exp_avg, exp_avg_sq, gradient, skip, seed, stochastic)
+        options = common_arguments(exp_avg, exp_avg_sq, gradient, step)
         options |= format_arguments(weight.spec.format, weight.spec.scale)
 
         def launch(what: tl.constexpr, programs: torch.Tensor, new_scales: torch.Tensor) -> None:
@@ -252,7 +245,7 @@ class TileStep:
         launch(UPDATE, self._programs[UPDATE], scales)
         launch(MEASURE, self._programs[FINISH], scales)
 
-        def finish(agreed: torch.Tensor, skip: object, held: list[torch.Tensor | None] = overrides) -> None:
+        def finish(agreed: torch.Tensor, held: list[torch.Tensor | None] = overrides) -> None:
             """Launch FINISH; `held` keeps masters alive that kernels read by address."""
             launch(FINISH, self._programs[FINISH], agreed)
 

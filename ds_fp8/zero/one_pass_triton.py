@@ -134,21 +134,17 @@ class StepAndCast:
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         step: AdamStep,
-        *,
-        skip: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
     ) -> None:
         """Take the step, as adamw_step_reference, of a sub-group's flat tensors; write amax and data.
 
         `amax`, FP32 zeros of all weights, gets that of every block; the data of blocks that other ranks have a part of
         are left to the cast.
         """
-        numbers = step.beta1, step.beta2, step.eps, step.decay, step.step_size, step.root_factor
         for even, programs in self._programs:
             if len(programs):
                 _step_and_cast[(len(programs),)](
                     *self._tables, programs, masters, self._data, amax.view(torch.int32), gradient, exp_avg, exp_avg_sq,
-                    skip, factor, *numbers, SKIP=skip is not None, FAST=gradient.is_cuda, EVEN=even, PART=PART,
+                    step.skip, step.factor, *step.numbers, SKIP=step.skip is not None, FAST=gradient.is_cuda, EVEN=even, PART=PART,
                     num_warps=WARPS, **self._options,
                 )  # fmt: skip
 

@@ -51,12 +51,22 @@ from ds_fp8.zero.deepspeed.parameters import (
 SCALE_ALIGNMENT = 4
 
 
-class ShardLayout:
-    """Where this rank's part of a weight [R, C] lies, for the life of an engine; experts [E, N, K] are [E*N, K]."""
+class State(Enum):
+    """What modules and users find in the Parameter."""
 
-    def __init__(self, shard: Shard, spec: CastSpec, outlier_channels: int = 0):
-        """Lay a shard out; whole rows with `outlier_channels` have room for an outlier block behind each."""
-        self.shard, self.spec = shard, spec
+    SHARDED = "sharded"
+    UNSHARDED = "unsharded in FP8"  # the quantized weight in an attribute; its data is a placeholder of NaN
+    UNSHARDED_BF16 = "unsharded in BF16"  # the numbers in its data, all-gathered by DeepSpeed, on their way or there
+
+
+class FP8Param:
+    """One weight [R, C] that is unsharded in FP8; experts [E, N, K] are [E*N, K]."""
+
+    def __init__(
+        self, parameter: nn.Parameter, shard: Shard, spec: CastSpec, outliers: OutlierChannels | None = None
+    ) -> None:
+        """Lay a shard out with its cast and outlier channels; whoever quantizes it gives it memory."""
+        self.parameter, self.shard, self.spec, self.outliers = parameter, shard, spec, outliers
         rows, columns = shard.shape
         if (why := spec.why_not_sharded(shard.numel, columns)) is not None:
             raise UserError(
@@ -65,7 +75,8 @@ class ShardLayout:
                 key="fp8.param_gather.format",
                 remedy='"param_gather": {"format": "bf16"}',
             )
-        # Rows that share a row of scales; the cover begins with a whole group of them.
+        # Layout, for the life of an engine. Rows that share a row of scales; the cover begins with a whole group of
+        # them.
         self.unit = group_shape(spec.granularity)[0] if is_of_blocks(spec.granularity) else 1
         # A shard begins anywhere in a row. Casts by torch see whole rows, from the first row of a block of scales on:
         #     cover   rows [first_row, first_row + num_rows) of the weight, zeros where other ranks have the elements
@@ -74,10 +85,16 @@ class ShardLayout:
         stop = math.ceil((shard.start + shard.valid) / columns) if shard.valid else self.first_row
         self.num_rows = stop - self.first_row
         self.offset = shard.start - self.first_row * columns
-        # From one row of data to the next, unsharded and, where a shard has whole rows, in it: one rank has all of a
-        # row then, and room costs no copy.
-        has_room = outlier_channels and shard.numel == rows // shard.world * columns
-        self.pitch = width_with_outliers(columns, min(outlier_channels, columns)) if has_room else columns
+        # Data have room for an outlier block behind every row, unsharded and in the shard, where shards are whole rows:
+        # one rank has all of a row then, and room costs no copy. Not where masters are data and corrections: their step
+        # writes data flat (masters_triton.py).
+        whole_rows = shard.numel == rows // shard.world * columns and has_fp32_master(parameter)
+        channels = min(outliers.count, columns) if outliers is not None and whole_rows else 0
+        self.pitch = width_with_outliers(columns, channels) if channels else columns  # from one row of data to the next
+        self.has_room = self.pitch > columns
+        self.data_numel = shard.numel * self.pitch // columns  # bytes of the shard's data, padding and room included
+        self.unsharded_numel = rows * self.pitch  # bytes of the unsharded weight's data, without padding
+        self.origin = -shard.start * self.pitch // columns  # of the weight's first byte of data, from the shard's
         self.scale_shape = scale_shape(shard.shape, spec.granularity)
         # One scale for all of the weight has no dimensions. Padding included: products read whole rows of scales.
         scales_per_row = scale_shape((rows, self.pitch), spec.granularity)[-1] if self.scale_shape else 1
@@ -86,25 +103,30 @@ class ShardLayout:
         self.scale_strides = (scales_per_row, 1) if self.scale_shape else ()
         self.scale_numel = math.prod(self.scale_shape[:1]) * scales_per_row
 
-    @property
-    def has_room(self) -> bool:
-        """Return whether data have an outlier block behind every row, in the shard and unsharded."""
-        return self.pitch > self.shard.shape[1]
+        self.placeholder = placeholder(full_shape(parameter), parameter.dtype, parameter.device)
+        self.data = torch.empty(0, dtype=torch.uint8)  # the quantized shard, a slice of the buffer of all shards
+        self.scale_start = 0  # first of the weight's scales in the buffer of those that are quantized with it
+        self.scale = torch.empty(0)  # FP32, of the unsharded weight, a view of that buffer
+        self.kept_data: torch.Tensor | None = None  # all ranks' data, kept: no gather sends anything
+        self.correction: torch.Tensor | None = None  # int16: masters are data and corrections, DeepSpeed has none
+        # FP32 master shard that overrides data and corrections; dropped at the next requantize or step.
+        self.master_override: torch.Tensor | None = None
+        self.stale = True
+        self.from_bf16 = False  # a user wrote to the BF16 shard: it is the source until a step writes masters over it
+        self.logged = False  # the present data were measured
+        self.in_fp8 = True  # modules get it in FP8; one that has left FP8 is quantized with the others still
+        self.frees_bf16 = False  # the BF16 shard exists only while something reads it
+        # An absent BF16 shard is NaN with stride 0, an error to write to; frozen weights have it on the host, where
+        # DeepSpeed saves and loads it.
+        self.has_bf16 = True
 
     @property
-    def data_numel(self) -> int:
-        """Return the bytes of the shard's data, padding and room included."""
-        return self.shard.numel * self.pitch // self.shard.shape[1]
+    def state(self) -> State:
+        if self.unsharded is not None:
+            return State.UNSHARDED
+        return State.UNSHARDED_BF16 if is_gathered(self.parameter) else State.SHARDED
 
-    @property
-    def unsharded_numel(self) -> int:
-        """Return the bytes of the unsharded weight's data, without padding."""
-        return self.shard.shape[0] * self.pitch
-
-    @property
-    def origin(self) -> int:
-        """Return the place of the weight's first byte of data, counted from the shard's."""
-        return -self.shard.start * self.pitch // self.shard.shape[1]
+    # ---------------------------------------------------------------- layout
 
     def cover(self, source: torch.Tensor) -> torch.Tensor:
         """Return the shard's valid elements on whole rows [num_rows, C], zeros around; a view if none are needed."""
@@ -125,57 +147,6 @@ class ShardLayout:
         """Write the shard's elements of a matrix over the cover into a flat tensor, and return that."""
         flat[: self.shard.valid] = cover.flatten()[self.offset : self.offset + self.shard.valid]
         return flat
-
-
-class State(Enum):
-    """What modules and users find in the Parameter."""
-
-    SHARDED = "sharded"
-    UNSHARDED = "unsharded in FP8"  # the quantized weight in an attribute; its data is a placeholder of NaN
-    UNSHARDED_BF16 = "unsharded in BF16"  # the numbers in its data, all-gathered by DeepSpeed, on their way or there
-
-
-class FP8Param(ShardLayout):
-    """One weight that is unsharded in FP8."""
-
-    def __init__(
-        self, parameter: nn.Parameter, shard: Shard, spec: CastSpec, outliers: OutlierChannels | None = None
-    ) -> None:
-        """Describe a weight with its cast and outlier channels; its memory is given to it by `place` and others."""
-        # No room where masters are data and corrections: their step writes data flat (masters_triton.py).
-        channels = outliers.count if outliers is not None and has_fp32_master(parameter) else 0
-        super().__init__(shard, spec, channels)
-        self.parameter, self.outliers = parameter, outliers
-        self.placeholder = placeholder(full_shape(parameter), parameter.dtype, parameter.device)
-        self.data = torch.empty(0, dtype=torch.uint8)  # the quantized shard, a slice of the buffer of all shards
-        self.scale_start = 0  # first of the weight's scales in the buffer of those that are quantized with it
-        self.scale = torch.empty(0)  # FP32, of the unsharded weight, a view of that buffer
-        self.kept_data: torch.Tensor | None = None  # all ranks' data, kept: no gather sends anything
-        self.correction: torch.Tensor | None = None  # int16: masters are data and corrections, DeepSpeed has none
-        # FP32 master shard that overrides data and corrections; dropped at the next requantize or step.
-        self.master_override: torch.Tensor | None = None
-        self.stale = True
-        self.from_bf16 = False  # a user wrote to the BF16 shard: it is the source until a step writes masters over it
-        self.logged = False  # the present data were measured
-        self.in_fp8 = True  # modules get it in FP8; one that has left FP8 is quantized with the others still
-        self.frees_bf16 = False  # the BF16 shard exists only while something reads it
-        # An absent BF16 shard is NaN with stride 0, an error to write to; frozen weights have it on the host, where
-        # DeepSpeed saves and loads it.
-        self.has_bf16 = True
-
-    def __repr__(self) -> str:
-        shard = self.shard
-        flags = [name for name in ("stale", "from_bf16", "in_fp8", "frees_bf16", "has_bf16") if getattr(self, name)]
-        return (
-            f"FP8Param({tuple(shard.shape)}, {self.spec}, elements {shard.start} to {shard.start + shard.valid} "
-            f"of one of {shard.world} ranks, {self.state.value}, {', '.join(flags)})"
-        )
-
-    @property
-    def state(self) -> State:
-        if self.unsharded is not None:
-            return State.UNSHARDED
-        return State.UNSHARDED_BF16 if is_gathered(self.parameter) else State.SHARDED
 
     # ---------------------------------------------------------------- unshard and reshard
 
@@ -216,7 +187,7 @@ class FP8Param(ShardLayout):
             self.forget()
 
     def forget(self) -> None:
-        """Drop a quantized weight that nobody has read, after a failed capture; others put its marks back."""
+        """Drop a quantized weight without its marks of DeepSpeed, which the caller resets."""
         setattr(self.parameter, UNSHARDED, None)
 
     @property
@@ -237,17 +208,17 @@ class FP8Param(ShardLayout):
         setattr(self.parameter, UNSHARDED, replace(self.unsharded, data=data.view(self.unsharded.data.dtype)))
 
     def leave_fp8(self) -> None:
-        """Let DeepSpeed all-gather this weight from now on; unsharded in FP8 it stays so until it is resharded."""
+        """Let DeepSpeed all-gather this weight in BF16 from now on; if unsharded, it stays in FP8 until resharded."""
         self.in_fp8, self.kept_data = False, None
 
     # ---------------------------------------------------------------- stale or fresh
 
     def master_written(self) -> None:
-        """Quantize from the masters, which are new, over what a user wrote to the BF16 shard."""
+        """Note that the masters are new: they override what a user wrote to the BF16 shard."""
         self.stale, self.from_bf16 = True, False
 
     def bf16_written(self, before: torch.Tensor) -> None:
-        """Quantize from the BF16 shard, which was `before`."""
+        """Note that a user wrote to the BF16 shard, `before` until then: requantize reads it, not the masters."""
         if self.correction is not None:
             self.master_override = self.master()  # the data are about to be those of what the user wrote
         self.stale = self.from_bf16 = True
@@ -317,7 +288,6 @@ class FP8Param(ShardLayout):
         return self.data.view(-1, self.pitch)
 
     def covered_data(self) -> torch.Tensor:
-        """Return the data over the cover."""
         return self.cover(self.rows[:, : self.shard.shape[1]].flatten() if self.has_room else self.data)
 
     def write_data(self, cover: torch.Tensor) -> None:

@@ -3,22 +3,36 @@
 A reduce-scatter in FP8 would add FP8 numbers. Instead every rank sends every other rank its slice of the gradient,
 quantized per 128 elements, and the receiver sums in FP32 (ZeRO++, arXiv 2306.10209, section 3.3):
 
-    send[r]  = quantize(gradient slice of rank r)          payload and scales in one uint8 buffer
-    recv     = all_to_all(send)
-    slice    = 1/W * sum over ranks of dequantize(recv[s])  FP32
+    send[r]      = quantize(gradient slice of rank r)              payload and scales in one uint8 buffer
+    recv         = all_to_all(send)
+    gradient[i]  = 1/W * sum over ranks of data * scale            first micro-batch of a step, FP32
+    gradient[i] += the same                                        later ones
+    squares[s]   = sum of gradient[i]² over the SPAN elements i of span s, after that
 
 Over several nodes it is done twice, inside the node first, so that between nodes only 1/(ranks per node) of the bytes
 are sent; the sums of the first round are quantized for the second.
 
+A message is uint8 [rows, places * width * 33/32], one row for each rank it goes to: first the data, `width` for each
+of `places` slices, then one FP32 scale for every 128 of them. The slice of rank r lies in row r mod rows, place r div
+rows; one flat exchange has as many rows as ranks and one place, the first of two levels has a place for every node.
+
+The receiver makes one pass: each message byte is read once, each accumulated element written once. The sums of squares
+make up the gradient norm without another read. They are FP64 and each is written by one program, so that runs are
+bitwise reproducible and a norm does not overflow before its gradient does.
+
 NaN or Inf anywhere in a group of 128 makes that group NaN on every rank's result: the gradient norm is then not finite
 and ZeRO-3 skips the step on all ranks.
+
+Each function has a kernel in reduce_triton.py; formats with a codec have the reference only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -26,11 +40,12 @@ from torch import nn
 from torch.nn.functional import pad
 
 from ds_fp8.casts import group_amax, scale_from_amax
+from ds_fp8.casts.primitives import dequantize_unscaled
 from ds_fp8.config.formats import BLOCK, FORMATS
 from ds_fp8.config.plans import GradientReduction
+from ds_fp8.zero.automatic_scale import AutomaticScale
 from ds_fp8.zero.collectives import GRADIENT, WireMeter
 from ds_fp8.zero.deepspeed.parameters import shard_group
-from ds_fp8.zero.gradients import GradientShards, Message, Recent, Slices, has_kernel, sum_rows
 from ds_fp8.zero.hosts import Nodes
 
 SMALLEST = 4096  # gradients of fewer elements, and those of one dimension, go through DeepSpeed's own reduce-scatter
@@ -38,38 +53,73 @@ SMALLEST = 4096  # gradients of fewer elements, and those of one dimension, go t
 # The width of a place is a multiple of this: with the 4 scales of 4 bytes every row of a message begins at a multiple
 # of 16 bytes, for wide loads of both.
 ROW_ALIGNMENT = 4 * BLOCK
-
-SATURATION_LIMIT = 1e-5
-GROWTH = 2.0 ** (1 / 1000)
-# Lower bound of amax, by which a division does not overflow; smaller gradients share its scale.
-_SMALLEST_AMAX = 2.0**-100
+LIMIT = 1024  # tables of messages that are kept: far fewer where all steps have the same, endless where they vary
+SPAN = 4096  # elements of a gradient slice that share one sum of squares
 
 
-def is_reduced_in_fp8(shape: torch.Size) -> bool:
-    """Return whether a gradient of this shape is reduced in FP8."""
-    return len(shape) > 1 and math.prod(shape) >= SMALLEST
+@dataclass(frozen=True)
+class Message:
+    """The shape of a message; `width` is a multiple of 128."""
+
+    rows: int
+    places: int
+    width: int
+
+    @property
+    def row_numel(self) -> int:
+        return self.places * self.width
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_numel + self.row_numel // BLOCK * torch.float32.itemsize
+
+    def parts(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of data, uint8 [rows, places, width], and scales, FP32 [rows, places, width/128]."""
+        data = message[:, : self.row_numel].unflatten(1, (self.places, self.width))
+        scales = message.view(torch.float32)[:, self.row_numel // 4 :]
+        return data, scales.unflatten(1, (self.places, self.width // BLOCK))
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.rows, self.row_bytes, dtype=torch.uint8, device=device)
 
 
-def pack(
-    gradient: torch.Tensor,
-    message: torch.Tensor,
-    shape: Message,
-    slices: Slices,
-    format: str,
-    scale: torch.Tensor | None = None,
-    clipped: torch.Tensor | None = None,
-) -> None:
-    """Quantize a gradient, FP32 or BF16 of any shape, into its slices of a message; zeros behind the ends of slices.
+@dataclass(frozen=True)
+class Slices:
+    """Offsets of one flat gradient in a message: rank r gets its elements [r * length, (r + 1) * length)."""
 
-    With `scale`, FP32 [], the whole gradient has one and saturates, and `clipped`, int32 [], counts the elements that
-    do, NaN left out; without it every group of 128 has its own.
-    """
-    if has_kernel(gradient, format):
-        from ds_fp8.zero import reduce_triton
+    length: int
+    column: int  # where its slice begins in the `width` elements of every place; a multiple of 128
 
-        reduce_triton.pack(gradient, message, shape, slices, format, scale, clipped)
-    else:
-        pack_reference(gradient, message, shape, slices, format, scale, clipped)
+    @property
+    def padded(self) -> int:
+        """Elements of a slice, padded to full groups."""
+        return -(-self.length // BLOCK) * BLOCK
+
+
+class Target(NamedTuple):
+    """Offset of one gradient's slice in a message, and the destination of its sum."""
+
+    column: int  # first element in every row of the message; a multiple of 128
+    start: int  # first element in the flat gradient shards
+    numel: int  # elements of the slice
+    span: int  # first of its sums of squares
+
+
+def span_count(numel: int) -> int:
+    """Return the number of sums of squares of a slice of `numel` elements."""
+    return -(-numel // SPAN)
+
+
+def kernels_for(tensor: torch.Tensor, format: str) -> Any:
+    """Return what has pack, sum_rows and add_rows, by where messages lie and their format: kernels or references."""
+    if tensor.device.type != "cuda" or FORMATS[format].codec is not None:
+        return SimpleNamespace(pack=pack_reference, sum_rows=sum_rows_reference, add_rows=add_rows_reference)
+    from ds_fp8.zero import reduce_triton
+
+    return reduce_triton
+
+
+# ---------------------------------------------------------------- quantize into messages, sum their rows
 
 
 def pack_reference(
@@ -81,7 +131,12 @@ def pack_reference(
     scale: torch.Tensor | None = None,
     clipped: torch.Tensor | None = None,
 ) -> None:
-    """Do pack in torch, on any device; the reference of the kernel, bitwise equal for scales that are powers of two."""
+    """Quantize a gradient, FP32 or BF16 of any shape, into its slices of a message; zeros behind the ends of slices.
+
+    With `scale`, FP32 [], the whole gradient has one and saturates, and `clipped`, int32 [], counts the elements that
+    do, NaN left out; without it every group of 128 has its own. In torch, on any device; the reference of the kernel,
+    bitwise equal for scales that are powers of two.
+    """
     flat = gradient.flatten().float()
     world = shape.rows * shape.places
     x = pad(flat, (0, world * slices.length - flat.numel())).view(world, slices.length)
@@ -105,6 +160,143 @@ def pack_reference(
     by_place = (shape.places, shape.rows, -1)
     all_data[:, :, columns] = data.view(by_place).transpose(0, 1)
     all_scales[:, :, groups] = scales.reshape(by_place).transpose(0, 1)
+
+
+def sum_rows_reference(message: torch.Tensor, shape: Message, format: str, divisor: int = 1) -> torch.Tensor:
+    """Sum the rows of a message in order, in FP32, and divide the sum; returns FP32 [places * width]."""
+    total = torch.zeros(shape.row_numel // BLOCK, BLOCK, device=message.device)
+    for row, scale in zip(*shape.parts(message), strict=True):
+        numbers = dequantize_unscaled(row.contiguous().view(FORMATS[format].dtype), format=format)
+        total += numbers.view(-1, BLOCK) * scale.reshape(-1, 1)
+    return (total / divisor).flatten()
+
+
+def add_rows_reference(
+    message: torch.Tensor,
+    shape: Message,
+    format: str,
+    divisor: int,
+    targets: Sequence[Target],
+    gradient: torch.Tensor,
+    squares: torch.Tensor,
+    accumulate: bool,
+) -> None:
+    """Sum the rows of a received message into the gradient shards, in torch; the reference of the kernel.
+
+    `targets`, of which none overlap, are added to the flat shards of all gradients, FP32 or BF16, or replace what they
+    hold; `squares`, FP64 [spans], are sums over what `gradient` then holds.
+    """
+    total = sum_rows_reference(message, shape, format, divisor)
+    for target in targets:
+        found = total[target.column : target.column + target.numel]
+        place = gradient[target.start : target.start + target.numel]
+        place.copy_(place + found if accumulate else found)
+        spans = pad(place, (0, -target.numel % SPAN)).view(-1, SPAN)
+        squares[target.span : target.span + len(spans)] = spans.double().square().sum(1)
+
+
+# ---------------------------------------------------------------- shards
+
+
+class GradientShards:
+    """Accumulates reduced gradients in DeepSpeed's own buffer, and knows the sum of their squares.
+
+    A gradient that arrives as a message has its sums of squares from the pass that adds it. The others, few and small,
+    are read once at the step, as are those that users write into the buffer themselves, who must say so (`written`).
+
+    A gradient that no micro-batch of a step brought is zero in that step; DeepSpeed would take the last one again.
+    """
+
+    def __init__(self, flat: torch.Tensor, places: Mapping[str, tuple[int, int]]):
+        """Take over `flat`, this rank's shards of all gradients, zeros where nothing has been added.
+
+        `places` has by name the first element of a gradient in it, and how many are here, unpadded.
+        """
+        self._flat, self._places = flat, places
+        self._spans: dict[str, slice] = {}
+        spans = 0
+        for name, (_, numel) in places.items():
+            self._spans[name] = slice(spans, spans := spans + span_count(numel))
+        # Overwritten by each pass, never added to: a sum per span of 4096 elements, final after the last micro-batch.
+        self._squares = torch.zeros(spans, dtype=torch.float64, device=flat.device)
+        # Names, in the order of their arrival, for the last bit of the sum depends on it.
+        self._unsummed: dict[str, None] = {}
+        self.arrived: set[str] = set()  # names of the gradients that were added since the last step
+        self._written: dict[str, None] = {}  # names of the gradients that users wrote since the last step, in order
+
+    def add_message(
+        self,
+        message: torch.Tensor,
+        shape: Message,
+        format: str,
+        divisor: int,
+        places: Mapping[str, Slices],
+        accumulate: bool,
+    ) -> None:
+        """Add the rows of a message of one place, divided, to gradients, or put them there."""
+        self._expect(places.keys(), accumulate)
+        targets = []
+        for name, place in places.items():
+            start, numel = self._places[name]
+            if numel:  # a rank may have no part of a gradient
+                targets.append(Target(place.column, start, numel, self._spans[name].start))
+        add_rows = kernels_for(message, format).add_rows
+        add_rows(message, shape, format, divisor, targets, self._flat, self._squares, accumulate)
+
+    def add_slices(self, slices: Sequence[torch.Tensor], names: Sequence[str], accumulate: bool) -> None:
+        """Add this rank's slices of gradients, without padding, that did not travel in a message."""
+        self._expect(names, accumulate)
+        for part, name in zip(slices, names, strict=True):
+            place = self._shard(name)
+            if len(place):
+                place.add_(part.view(-1)) if accumulate else place.copy_(part.view(-1))
+                if name not in self._unsummed:
+                    self._unsummed[name] = None
+                    # The message may have left a sum here: these squares are taken from the shard itself at the step.
+                    self._squares[self._spans[name]] = 0
+
+    def written(self, names: Iterable[str]) -> None:
+        """Note that a user has changed these gradients: they count in this step, arrived or not."""
+        known = dict.fromkeys(name for name in names if name in self._places)
+        self._written.update(known)
+        self.arrived.update(known)
+
+    def clear_missing(self, frozen: Iterable[str]) -> None:
+        """Clear the gradients that did not arrive since the last step, and those of the parameters `frozen`."""
+        self.clear((self._places.keys() - self.arrived).union(frozen))
+
+    def close_step(self) -> None:
+        """Let the next gradients be those of another step."""
+        self.arrived.clear()
+        self._written.clear()
+
+    def clear(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._shard(name).zero_()
+            # Together with the gradients: stale sums of squares would enter the norm.
+            self._squares[self._spans[name]] = 0
+
+    def sum_of_squares(self) -> torch.Tensor:
+        """Return the sum of the squares of all gradients of this rank, FP64 []. The host waits for nothing."""
+        for name in self._written:  # the sums there are older than what was written, or of a micro-batch after it
+            self._squares[self._spans[name]] = 0
+        total = self._squares.sum()
+        names = [*self._unsummed, *(name for name in self._written if name not in self._unsummed)]
+        if names:
+            # Sliced again: offload_states and reload_states move the buffer. In FP64: squares of gradients below 1e-19
+            # are subnormal in FP32.
+            norms = torch._foreach_norm([self._shard(name) for name in names], 2, torch.float64)
+            total = total + torch.stack(norms).square().sum()
+        return total
+
+    def _shard(self, name: str) -> torch.Tensor:
+        start, numel = self._places[name]
+        return self._flat[start : start + numel]
+
+    def _expect(self, names: Iterable[str], accumulate: bool) -> None:
+        if accumulate:
+            self.clear(name for name in names if name not in self.arrived)
+        self.arrived.update(names)
 
 
 class ReduceScatter:
@@ -163,8 +355,7 @@ class ReduceScatter:
                 self._shards.add_slices(parts, others, accumulate)
             slices.update(zip(others, parts, strict=True))
         if cast:
-            parts = self._reduce_in_fp8([named[name].grad for name in cast], group, cast, accumulate)
-            slices.update(zip(cast, parts, strict=False))
+            slices |= self._reduce_in_fp8({name: named[name].grad for name in cast}, group, accumulate)
         return [] if self._shards is not None else [slices[name] for name in named]
 
     def leave_fp8(self, names: Iterable[str]) -> None:
@@ -184,70 +375,62 @@ class ReduceScatter:
 
     def casts(self, shape: torch.Size, name: str) -> bool:
         """Return whether a gradient of this shape, of the parameter `name`, travels in FP8."""
-        return self._config is not None and is_reduced_in_fp8(shape) and name not in self._in_bf16
+        large = len(shape) > 1 and shape.numel() >= SMALLEST
+        return self._config is not None and large and name not in self._in_bf16
 
     def _reduce_in_fp8(
-        self, tensors: list[torch.Tensor], group: object, names: list[str], accumulate: bool
-    ) -> list[torch.Tensor]:
+        self, gradients: dict[str, torch.Tensor], group: object, accumulate: bool
+    ) -> dict[str, torch.Tensor]:
         """Reduce full gradients; return FP32 slices if there are no gradient shards."""
-        world, rank = dist.get_world_size(group), dist.get_rank(group)
-        message, shape, places = self._send(tensors, group, names)
+        world, rank, format = dist.get_world_size(group), dist.get_rank(group), self._config.format
+        message, shape, places = self._send(gradients, group)
         if self._shards is not None:
-            self._shards.add_message(message, shape, self._config.format, world, places, names, accumulate)
-            return []
-        total = sum_rows(message, shape, self._config.format, world)
-        return [
-            total[place.column :][: max(0, min(place.length, tensor.numel() - rank * place.length))]
-            for tensor, place in zip(tensors, places, strict=True)
-        ]
+            self._shards.add_message(message, shape, format, world, places, accumulate)
+            return {}
+        total = kernels_for(message, format).sum_rows(message, shape, format, world)
+        return {
+            name: total[place.column :][: max(0, min(place.length, gradients[name].numel() - rank * place.length))]
+            for name, place in places.items()
+        }
 
     def _send(
-        self, tensors: list[torch.Tensor], group: object, names: list[str]
-    ) -> tuple[torch.Tensor, Message, list[Slices]]:
+        self, gradients: dict[str, torch.Tensor], group: object
+    ) -> tuple[torch.Tensor, Message, dict[str, Slices]]:
         """Quantize and exchange gradients; return the received message, whose rows are to be summed, and its layout."""
-        world = dist.get_world_size(group)
+        world, format = dist.get_world_size(group), self._config.format
         # Groups of fewer ranks (experts, sequence parallelism) may span nodes unevenly; they are exchanged flat.
         nodes = self._nodes if world == dist.get_world_size() else None
         # The slices of all gradients lie side by side, each from a whole group on.
-        places, width = [], 0
-        for tensor in tensors:
-            places.append(Slices(math.ceil(tensor.numel() / world), width))
-            width += places[-1].padded
+        places, width = {}, 0
+        for name, gradient in gradients.items():
+            places[name] = Slices(math.ceil(gradient.numel() / world), width)
+            width += places[name].padded
         width = math.ceil(width / ROW_ALIGNMENT) * ROW_ALIGNMENT
         count = 1 if nodes is None else nodes.count
         shape = Message(world // count, count, width)
-        message = shape.empty(tensors[0].device)
-        self._pack(tensors, names, message, shape, places, group)
+        message = shape.empty(next(iter(gradients.values())).device)
+        kernels = kernels_for(message, format)
+        scales = clipped = [None] * len(gradients)
+        if self._automatic_scale is not None:
+            scales = self._automatic_scale.scales(list(gradients.values()), list(gradients), group)
+            self._wire.count(GRADIENT, "all_reduce", 2 * scales.nbytes, group)  # amax and saturated shares
+            clipped = torch.zeros(len(gradients), dtype=torch.int32, device=message.device)
+        for (name, gradient), scale, saturated in zip(gradients.items(), scales, clipped, strict=True):
+            if self._observe is not None:
+                self._observe(gradient, name, scale)
+            kernels.pack(gradient, message, shape, places[name], format, scale, saturated)
+        if self._automatic_scale is not None:
+            numels = [gradient.numel() for gradient in gradients.values()]
+            self._automatic_scale.saturated(clipped, numels, list(gradients))
         if nodes is None:
             return self._exchange(message, group), shape, places
         #     inside a host:   every rank sums what its host has for the places with its number, in FP32
         #     between hosts:   those sums are quantized and exchanged: 1 / ranks-a-host of the bytes leave the host
-        inside = sum_rows(self._exchange(message, nodes.inside), shape, self._config.format)
+        inside = kernels.sum_rows(self._exchange(message, nodes.inside), shape, format, 1)
         shape = Message(count, 1, width)
         message = shape.empty(inside.device)
-        pack(inside, message, shape, Slices(width, 0), self._config.format)
+        kernels.pack(inside, message, shape, Slices(width, 0), format)
         return self._exchange(message, nodes.between), shape, places
-
-    def _pack(
-        self,
-        tensors: list[torch.Tensor],
-        names: list[str],
-        message: torch.Tensor,
-        shape: Message,
-        places: list[Slices],
-        group: object,
-    ) -> None:
-        scales = clipped = [None] * len(tensors)
-        if self._automatic_scale is not None:
-            scales = self._automatic_scale.scales(tensors, names, group)
-            self._wire.count(GRADIENT, "all_reduce", 2 * scales.nbytes, group)  # amax and saturated shares
-            clipped = torch.zeros(len(tensors), dtype=torch.int32, device=message.device)
-        for tensor, name, place, scale, count in zip(tensors, names, places, scales, clipped, strict=True):
-            if self._observe is not None:
-                self._observe(tensor, name, scale)
-            pack(tensor, message, shape, place, self._config.format, scale, count)
-        if self._automatic_scale is not None:
-            self._automatic_scale.saturated(clipped, [tensor.numel() for tensor in tensors], names)
 
     def _exchange(self, message: torch.Tensor, group: object) -> torch.Tensor:
         """Send row r to rank r of `group`; return the rows that came here, [ranks of the group, row bytes]."""
@@ -259,80 +442,3 @@ class ReduceScatter:
         self._wire.count(GRADIENT, "all_to_all", message.nbytes, group)
         dist.all_to_all_single(received, message, group=group)
         return received
-
-
-class AutomaticScale:
-    """One scale per gradient that all ranks agree on, adapted over time (FP8-LM, arXiv 2310.18313, section 2.1).
-
-        amax   = max over all ranks of |g|
-        scale  = 1 / (mu * 2^floor(log2(largest / amax)))        data are round(g / scale), saturated
-
-    mu starts at 1. It halves after a reduction in which more than 0.001% of the tensor's elements saturated on any
-    rank, and otherwise grows so as to double in 1000 reductions (one a micro-batch): the small elements of a gradient
-    gain range as long as hardly any large one is lost. A tensor of zeros has scale 1, one that is not finite NaN; both
-    leave mu alone. No step makes the host wait.
-    """
-
-    def __init__(self, format: str):
-        self._largest = FORMATS[format].max
-        self._slots: dict[str, int] = {}
-        self._indices: Recent[tuple[str, ...], torch.Tensor] = Recent()
-        self._mu = self._share = torch.empty(0)
-        self._group: object = None
-
-    def scales(self, gradients: list[torch.Tensor], names: list[str], group: object = None) -> torch.Tensor:
-        """Return the scales of `gradients`, FP32 [T], equal on all ranks. Collective."""
-        index, self._group = self._index(tuple(names), gradients[0].device), group
-        #     amax, share = max over ranks                           one all-reduce for all gradients of the message
-        #     mu          = mu / 2 if share > limit else mu * 2^(1/1000)
-        #     scale       = amax / largest rounded to a power of two, over mu
-        # Saturation is that of the last reduction: this one's is known only after it is
-        # quantized.
-        amax = torch.stack([_amax(gradient) for gradient in gradients])
-        agreed = torch.cat([amax, self._share[index]])
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-        amax, share = agreed.chunk(2)
-        mu = self._mu[index]
-        adapted = torch.where(share > SATURATION_LIMIT, mu / 2, mu * GROWTH)
-        mu = torch.where((amax > 0) & amax.isfinite(), adapted, mu)
-        self._mu[index] = mu
-        # On the device: Python would have to wait for amax, at every bucket.
-        _, exponent = torch.frexp(self._largest / amax.clamp_min(_SMALLEST_AMAX))  # 2^(exponent - 1) is the floor
-        scale = torch.ldexp(torch.ones_like(mu), 1 - exponent) / mu
-        return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
-
-    def saturated(self, counts: torch.Tensor, numels: list[int], names: list[str]) -> None:
-        index = self._index(tuple(names), counts.device)
-        self._share[index] = torch.stack([count / numel for count, numel in zip(counts, numels, strict=True)])
-
-    def mu(self, name: str) -> float:
-        return self._mu[self._slots[name]].item()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that the next scales depend on, alike on all ranks. Collective; the host waits."""
-        share = self._share.clone()
-        if self._slots:
-            dist.all_reduce(share, op=dist.ReduceOp.MAX, group=self._group)
-        return {"names": list(self._slots), "mu": self._mu.cpu(), "saturated": share.cpu()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, what state_dict() returned on any number of ranks; other gradients start afresh."""
-        self._indices = Recent()
-        self._slots = {name: slot for slot, name in enumerate(state["names"])}
-        self._mu, self._share = state["mu"].to(self._mu.device), state["saturated"].to(self._mu.device)
-
-    def _index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        return self._indices.get(names, lambda: self._make_index(names, device))
-
-    def _make_index(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        new = [name for name in names if name not in self._slots]
-        self._slots |= {name: len(self._slots) + i for i, name in enumerate(new)}
-        self._mu = torch.cat([self._mu.to(device), torch.ones(len(new), device=device)])
-        self._share = torch.cat([self._share.to(device), torch.zeros(len(new), device=device)])
-        return torch.tensor([self._slots[name] for name in names], device=device)
-
-
-def _amax(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude, FP32 []; Inf for NaN or Inf."""
-    low, high = gradient.aminmax()
-    return torch.maximum(-low, high).float().nan_to_num(nan=torch.inf, posinf=torch.inf)

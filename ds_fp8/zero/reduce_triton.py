@@ -1,4 +1,4 @@
-"""Triton kernels of gradient reduction: pack (reduce.py), sum_rows and add_rows (gradients.py); one pass each.
+"""Triton kernels of gradient reduction: pack, sum_rows and add_rows of reduce.py; one pass each.
 
 A program of `_pack` and `_sum_rows` takes 32 groups of 128 elements: of the slice of one rank, or those places of all
 rows, which it adds in FP32 in the order of the ranks.
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_fp8.casts.primitives_triton import TRITON_DTYPES, amax_bits, scale_of, to_fp8
 from ds_fp8.config.formats import BLOCK, FORMATS, SMALLEST_SCALE
-from ds_fp8.zero.gradients import SPAN, Message, Recent, Slices, Target, span_count
+from ds_fp8.zero.reduce import LIMIT, SPAN, Message, Slices, Target, span_count
 
 GROUPS = 32  # groups of 128 that one program of _pack and _sum_rows takes
 WARPS = 8  # warps of a program: 16 elements a thread, whose data of one row are one access
@@ -145,7 +145,7 @@ def _add_rows(
 
 
 def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: Slices, format: str, scale: torch.Tensor | None = None, clipped: torch.Tensor | None = None) -> None:
-    """Do pack of reduce.py."""
+    """Do pack_reference of reduce.py."""
     target = FORMATS[format]
     world = shape.rows * shape.places
     # The second axis is the rank: at most 65535 programs there, and the first axis takes a large gradient's groups.
@@ -158,7 +158,7 @@ def pack(gradient: torch.Tensor, message: torch.Tensor, shape: Message, slices: 
 
 
 def sum_rows(message: torch.Tensor, shape: Message, format: str, divisor: int) -> torch.Tensor:
-    """Do sum_rows of gradients.py."""
+    """Do sum_rows_reference of reduce.py."""
     total = torch.empty(shape.row_numel, device=message.device)
     _sum_rows[(triton.cdiv(shape.row_numel, GROUPS * BLOCK),)](
         message, total, shape.row_numel, shape.row_bytes, shape.rows, divisor, GROUPS=GROUPS, DTYPE=TRITON_DTYPES[format], num_warps=4
@@ -186,25 +186,22 @@ class _Cache:
     """Tables of the messages that are added to one engine's gradients."""
 
     def __init__(self):
-        self._recent: Recent[tuple[Target, ...], _Tables] = Recent()
-        # Tables that CUDA graphs read, for as long as there are gradients.
-        self._captured: dict[tuple[Target, ...], _Tables] = {}
-        self._of_one_graph: list[_Tables] = []  # tables that are written by a graph itself, each for that graph alone
+        self._recent: dict[tuple[Target, ...], _Tables] = {}  # those that were used last, at most LIMIT
+        self._captured: list[_Tables] = []  # those whose addresses kernels of CUDA graphs have as arguments
 
     def tables(self, targets: tuple[Target, ...], device: torch.device) -> _Tables:
         """Return (owner, table, programs, aligned) of a message's gradients."""
-        if targets in self._captured:
-            return self._captured[targets]
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing and targets not in self._recent:
-            # Nothing runs in a capture: what is copied here is on the device once this graph is replayed. A dry run
-            # never is, and the next capture must not find its tables.
-            self._of_one_graph.append(_tables(targets, device))
-            return self._of_one_graph[-1]
-        tables = self._recent.get(targets, lambda: _tables(targets, device))
-        # A captured kernel has the tables' addresses as arguments: they must not leave the cache.
+        tables = self._recent.pop(targets, None)
         if capturing:
-            self._captured[targets] = tables
+            self._captured.append(tables or _tables(targets, device))
+            if tables is None:
+                # Nothing runs in a capture: these are on the device once this graph is replayed. A dry run never is,
+                # and the next capture must not find its tables.
+                return self._captured[-1]
+        self._recent[targets] = tables = tables or _tables(targets, device)
+        if len(self._recent) > LIMIT:
+            del self._recent[next(iter(self._recent))]
         return tables
 
 
@@ -239,7 +236,7 @@ def add_rows(
     squares: torch.Tensor,
     accumulate: bool,
 ) -> None:
-    """Do add_rows of gradients.py."""
+    """Do add_rows_reference of reduce.py."""
     if not targets:  # a rank may have no part of any gradient
         return
     cache = _caches.get(squares)

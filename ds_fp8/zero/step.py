@@ -1,6 +1,6 @@
 """Optimizer step of ZeRO-3 with the fewest passes over memory.
 
-    squares = sum over ranks of gradient²       summed where gradients were written (gradients.py); 8 bytes travel
+    squares = sum over ranks of gradient²       summed where gradients were written (reduce.py); 8 bytes travel
     norm    = sqrt(squares)
     factor  = 1 / (loss scale * max(1, (norm / loss scale + 1e-6) / clip))
     masters, moments = AdamW(masters, moments, factor * gradient)           unless norm is Inf or NaN
@@ -26,18 +26,11 @@ from deepspeed import comm as dist
 from ds_fp8.config.log import logger
 from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
-from ds_fp8.zero.deepspeed.optimizer import ZeroStep, why_no_own_step
+from ds_fp8.zero.deepspeed.optimizer import ZeroStep
 from ds_fp8.zero.deepspeed.parameters import PersistentGather
-from ds_fp8.zero.gradients import GradientShards
 from ds_fp8.zero.group import FP8ParamGroup
-from ds_fp8.zero.masters import Masters
-
-
-def why_not(engine: deepspeed.DeepSpeedEngine, optimizer: object) -> str | None:
-    """Return why DeepSpeed's step must stay with this engine and its basic optimizer, or None."""
-    if not isinstance(optimizer, AdamW):
-        return f"{type(optimizer).__name__} steps by itself"
-    return why_no_own_step(engine)
+from ds_fp8.zero.quantizer import Quantizer
+from ds_fp8.zero.reduce import GradientShards
 
 
 class Launched(NamedTuple):
@@ -54,10 +47,10 @@ class Step:
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, optimizer: AdamW):
-        """Take the optimizer of a ZeRO-3 engine apart; `why_not` must have returned None."""
+        """Take the optimizer of a ZeRO-3 engine apart; `why_no_own_step` must have returned None."""
         self._zero, self._optimizer = ZeroStep(engine), optimizer
         self._group: FP8ParamGroup | None = None
-        self._masters: list[Masters] = []  # of weights whose data the update writes
+        self._quantizers: list[Quantizer] = []  # of weights whose data the update writes
         self.gradients = GradientShards(self._zero.flat_gradient, self._zero.gradient_places())
         self._zero.leave_gradients_in_place()
         self.end_backward: Callable[[], None] = self._zero.end_backward
@@ -70,7 +63,7 @@ class Step:
         numels = [masters.numel() for _, masters, _ in self._zero.sub_groups()]
         if group.trained is not None:
             group.trained.quantize_in_step(self._optimizer, numels)
-        self._group, self._masters = group, [some for some in group.masters if some.steps]
+        self._group, self._quantizers = group, [some for some in group.quantizers if some.steps]
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -90,21 +83,21 @@ class Step:
             write_bf16 = self._zero.write_bf16 if group is None else group.prepare_bf16()
             taken = not verdict.get()
             if taken:
-                for some in self._masters:
+                for some in self._quantizers:
                     some.taken()
                 write_bf16()
                 self._zero.finish(norm / self._zero.loss_scale)
             else:
                 self._skip(norm)
             if group is not None:
-                # A skipped step has changed nothing: the shards of before are still right.
+                # A skipped step has changed nothing: the shards are not stale.
                 if taken:
                     group.step_wrote()
                 group.requantize()
             if taken:
                 self._zero.unshard_persistent()
         except BaseException:
-            # The program may go on, behind the user's interrupt for one.
+            # The program may go on, after an interrupt by the user for example.
             if self._masters_may_be_new() and group is not None:
                 group.step_ended_midway()
             raise
@@ -121,24 +114,22 @@ class Step:
 
     def _update(self, norm: torch.Tensor, skip: torch.Tensor) -> None:
         """Launch the update of masters, moments and data; on the device it changes nothing where `skip` is not zero."""
-        # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
-        self._zero.clear_model_gradients()
-        if self._masters:
+        if self._quantizers:
             self._group.before_update()
-        for some in self._masters:
+        for some in self._quantizers:
             some.begin()
         work = [(*one, self._update_of(index, one[1])) for index, one in enumerate(self._zero.sub_groups())]
         factor = self._factor(norm)
-        # Behind all that may fail and changes nothing.
+        # After all that may fail before anything has changed.
         self._launched = Launched(skip, self._optimizer.prepare(masters for _, masters, *_ in work))
         self.gradients.close_step()
         self._optimizer.step(work=work, factor=factor, skip=skip)
-        for some in self._masters:
+        for some in self._quantizers:
             some.finish(skip)
 
     def _update_of(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
         """Return what takes AdamW's step of a sub-group in place of the optimizer, or None."""
-        updates = (some.update(sub_group, masters) for some in self._masters)
+        updates = (some.update(sub_group, masters) for some in self._quantizers)
         return next((update for update in updates if update is not None), None)
 
     def _factor(self, norm: torch.Tensor) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ import ds_fp8
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import step_plan
-from ds_fp8.zero.collectives import Collectives, Transport, Wait, WireMeter, choose
+from ds_fp8.zero.collectives import Transport, Wait, WireMeter, choose
 from ds_fp8.zero.hosts import find_hosts, find_nodes
 from ds_fp8.zero.reduce import ReduceScatter
 
@@ -106,7 +106,7 @@ def measure_gathers(size: str, fp8: dict[str, Any] | None, repeats: int) -> dict
     return found
 
 
-class SymmetricCollectives(Collectives):
+class SymmetricCollectives(Transport):
     """NCCL's all-gather into symmetric memory, which copy engines carry where NCCL_CTA_POLICY is 2 (NCCL 2.28)."""
 
     def __init__(self, numel: int, device: torch.device, group: object):
@@ -146,7 +146,7 @@ def measure_transports(size: str, repeats: int) -> list[dict[str, Any]]:
     lengths = [n * k // world for n, k in SIZES[size].linears().values()]
     total = sum(lengths)
     transports: dict[str, Callable[[], Transport]] = {
-        "collectives": lambda: Collectives(total, device()),
+        "collectives": lambda: Transport(total, device()),
         "copy engines": lambda: choose(total, device(), [group]),
         "NCCL, symmetric": lambda: SymmetricCollectives(total, device(), group),
     }

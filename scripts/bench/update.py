@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import torch
 from common import WEIGHT_STD, argument_parser, begin, device, measure, positive, print_table, words, write_json
@@ -24,8 +25,8 @@ from ds_fp8.optim.masters import stored_amax
 from ds_fp8.optim.moments import CODECS, Layout, Moment
 from ds_fp8.zero.coded_masters import ReferenceStep
 from ds_fp8.zero.deepspeed.parameters import Shard
-from ds_fp8.zero.masters import make_shard_cast, place_scales
 from ds_fp8.zero.param import FP8Param, stacks_of
+from ds_fp8.zero.quantizer import make_shard_cast, place_scales
 
 STEP = AdamStep(3, 1e-4, 0.9, 0.95, 1e-8, 0.1)
 COLUMNS = 4096
@@ -68,7 +69,7 @@ def two_kernels(weights: list[FP8Param], scales: torch.Tensor, kept: str) -> flo
     cast, skip = make_shard_cast(weights, codes, weights[0].spec), torch.zeros(1, dtype=torch.int32, device=device())
 
     def update() -> None:
-        step(master, gradient, exp_avg, exp_avg_sq, STEP, skip=skip, seed=7, stochastic=("exp_avg_sq",))
+        step(master, gradient, exp_avg, exp_avg_sq, replace(STEP, skip=skip, seed=7, stochastic=("exp_avg_sq",)))
         amax = torch.zeros_like(scales)
         cast.write_amax(amax, parts.__getitem__)
         cast.cast(scale_from_amax(amax, "e4m3", weights[0].spec.scale), parts.__getitem__)
@@ -86,7 +87,7 @@ def one_pass(weights: list[FP8Param], scales: torch.Tensor) -> float:
 
     def update() -> None:
         amax = torch.zeros_like(scales)
-        kernel(master, amax, gradient, exp_avg, exp_avg_sq, STEP, skip=skip)
+        kernel(master, amax, gradient, exp_avg, exp_avg_sq, replace(STEP, skip=skip))
         scale_from_amax(amax, "e4m3", weights[0].spec.scale)  # of the whole weights, as the cast has them
 
     return measure(update)
@@ -107,9 +108,8 @@ def one_kernel(weights: list[FP8Param], scales: torch.Tensor, kept: str, tile: t
     step = make(list(zip(weights, starts, strict=True)))
 
     def update() -> None:
-        finish = step(scales, torch.zeros_like(scales), gradient, exp_avg, exp_avg_sq, STEP, skip=skip, seed=7,
-                      stochastic=("exp_avg_sq",))  # fmt: skip
-        finish(scales, skip)
+        of_step = replace(STEP, skip=skip, seed=7, stochastic=("exp_avg_sq",))
+        step(scales, torch.zeros_like(scales), gradient, exp_avg, exp_avg_sq, of_step)(scales)
 
     return measure(update)
 

@@ -14,7 +14,7 @@ from common import SIZES, device
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.zero.deepspeed.methods import disable_shm_build
+from ds_fp8.zero.deepspeed.patches import disable_shm_build
 
 LINK_SWITCHES = "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"
 WARMUP = 3

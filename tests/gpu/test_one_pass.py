@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from ds_fp8.zero import masters
+from ds_fp8.zero import quantizer
 from tests.zero import models, test_interrupted_step
 from tests.zero.test_one_pass import *  # noqa: F403
 
@@ -30,7 +30,7 @@ def run(one_pass, section, sizes, zero):
 
     Returns (reads of all masters by casts, steps skipped, losses, masters with codes and scales).
     """
-    apart = contextlib.nullcontext() if one_pass else mock.patch.object(masters, "one_pass_kernels", return_value={})
+    apart = contextlib.nullcontext() if one_pass else mock.patch.object(quantizer.FP32Quantizer, "quantize_in_step")
     with apart:
         engine = models.build(models.config({"monitor": {"every": 0}, **section}, **zero), sizes=sizes)
     losses = models.train(engine, 3)

@@ -10,10 +10,10 @@ from ds_fp8.casts import quantize
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.weights import UNSHARDED
 from ds_fp8.zero import collectives
-from ds_fp8.zero.gradients import sum_rows, sum_rows_reference
-from ds_fp8.zero.masters import make_shard_cast
 from ds_fp8.zero.param import ReferenceShardCast
-from ds_fp8.zero.reduce import pack, pack_reference
+from ds_fp8.zero.quantizer import make_shard_cast
+from ds_fp8.zero.reduce import pack_reference, sum_rows_reference
+from ds_fp8.zero.reduce_triton import pack, sum_rows
 from tests.zero import models, test_frozen_weights, test_one_rank
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
 from tests.zero.test_gradient_reduce import OPTIONS

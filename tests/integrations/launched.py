@@ -5,7 +5,7 @@ from __future__ import annotations
 import deepspeed
 
 from ds_fp8.__main__ import main
-from ds_fp8.zero.deepspeed.methods import disable_shm_build
+from ds_fp8.zero.deepspeed.patches import disable_shm_build
 from tests.integrations import accelerate_on_cpus
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,7 +49,7 @@ def one_step(step, kept, numel, *, device=DEVICE, seed=None, segments=(), dtype=
     m, v = moment(first, exp_avg, **layout), moment(second, exp_avg_sq, never_zero=True, **layout)
     master = master.to(device)
     low = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-    step(master, grad.to(device, dtype), m, v, STEP, low=low, seed=seed, **more)
+    step(master, grad.to(device, dtype), m, v, replace(STEP, seed=seed, **more), low)
     return master.cpu(), m, v, low.cpu()
 
 
@@ -153,7 +155,7 @@ def test_nan_stays_nan_when_rounded_stochastically(kept):
     m, v = (
         moment(gradients(numel, 3) ** 2, codec, kept[2], kept[3], never_zero=True, device=DEVICE) for codec in kept[:2]
     )
-    kernels.adamw_step(gradients(numel, 1).to(DEVICE), grad.to(DEVICE), m, v, STEP, seed=5)
+    kernels.adamw_step(gradients(numel, 1).to(DEVICE), grad.to(DEVICE), m, v, replace(STEP, seed=5))
     for state in (m, v):
         assert dequantized(state)[[5, 1030]].isnan().all()
 
@@ -185,7 +187,7 @@ def test_masters_of_bf16_and_corrections_are_fp32_ones(update, device, kept, num
         low = None if of_bf16 else torch.zeros(numel, dtype=torch.bfloat16, device=device)
         for skip in (0, 1, 0):
             skip = torch.full((1,), skip, dtype=torch.int32, device=device)
-            update(masters, grad.to(device), m, v, step, low=low, skip=skip)
+            update(masters, grad.to(device), m, v, replace(step, skip=skip), low)
         low = masters.bf16 if of_bf16 else low
         if of_bf16:
             masters = torch.cat([masters.read(elements) for elements in pieces])

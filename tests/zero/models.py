@@ -122,7 +122,7 @@ def build(
     initialize = deepspeed.initialize if stock else ds_fp8.initialize
     why_not = contextlib.nullcontext()
     if not own:
-        why_not = mock.patch.object(ds_fp8.engine.attach, "why_not", return_value="for comparison")
+        why_not = mock.patch.object(ds_fp8.engine.attach, "why_no_own_step", return_value="for comparison")
     with why_not:
         return initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
 

@@ -11,8 +11,8 @@ from ds_fp8.casts import scale_from_amax
 from ds_fp8.config.formats import BLOCK, FORMATS, CastSpec
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.zero.deepspeed.parameters import Shard
-from ds_fp8.zero.masters import place_scales
 from ds_fp8.zero.param import FP8Param, stacks_of
+from ds_fp8.zero.quantizer import place_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(131, 301), (256, 128), (1, 5), (70, 131), (400, 16), (3, 1000), (128, 384)]

@@ -8,9 +8,10 @@ from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesce
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import GradientReduceConfig, parse_fp8
 from ds_fp8.engine.plans import step_plan
+from ds_fp8.zero.automatic_scale import GROWTH, AutomaticScale
 from ds_fp8.zero.collectives import WireMeter
 from ds_fp8.zero.hosts import Hosts, find_hosts, find_nodes, why_flat
-from ds_fp8.zero.reduce import GROWTH, SMALLEST, AutomaticScale, ReduceScatter
+from ds_fp8.zero.reduce import SMALLEST, ReduceScatter
 
 # Relative error of one cast, as a share of the gradient's norm.
 TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ds_fp8.zero.gradients import LIMIT, SPAN, Target, add_rows_reference, span_count, sum_rows_reference
-from ds_fp8.zero.reduce import pack_reference
+from ds_fp8.zero.reduce import LIMIT, SPAN, Target, add_rows_reference, pack_reference, span_count, sum_rows_reference
 from tests.zero.test_gradient_wire import gradients_of, laid_out, packed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

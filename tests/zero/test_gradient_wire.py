@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ds_fp8.casts import quantize
-from ds_fp8.zero.gradients import Message, Slices, sum_rows_reference
-from ds_fp8.zero.reduce import pack_reference
+from ds_fp8.zero.reduce import Message, Slices, pack_reference, sum_rows_reference
 
 # Relative error of one cast per group of 128, as a share of the gradient's norm.
 TOLERANCE = {"e4m3": 0.04, "e5m2": 0.08}

@@ -12,9 +12,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.optim.adamw import AdamW
-from ds_fp8.zero import masters as zero_masters
-from ds_fp8.zero import streams
-from ds_fp8.zero.coded_masters import CodedMasters
+from ds_fp8.zero import quantizer, streams
+from ds_fp8.zero.coded_masters import CodedQuantizer
 from ds_fp8.zero.step import Step
 from tests.zero import models
 from tests.zero.test_parameter_gather import look_at_gathered
@@ -98,7 +97,7 @@ def torn(folder):
     models.train(engine, 2)
     engine.save_checkpoint(folder)
     saved, said = masters(engine), []
-    end_midway(engine, 2, CodedMasters, "_use")  # codes are written, by other scales
+    end_midway(engine, 2, CodedQuantizer, "_use")  # codes are written, by other scales
     readers = (
         lambda: models.train(engine, 1),
         lambda: engine.step(),
@@ -228,7 +227,7 @@ class Interrupt:
 @contextlib.contextmanager
 def in_one_pass():
     """Let kernels step and cast FP32 masters, through Triton's interpreter where there is no GPU."""
-    with mock.patch.object(zero_masters, "has_kernels", return_value=True):
+    with mock.patch.object(quantizer, "has_kernels", return_value=True):
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,10 +64,10 @@ def stepped(make, world, scale, kept, of_user=(), **options):
     found, finish = [], []
     for rank in ranks:
         found.append(torch.zeros_like(amax))
-        finish.append(make(rank.members)(scales, found[-1], rank.gradient, *rank.moments, STEP, **options))
+        finish.append(make(rank.members)(scales, found[-1], rank.gradient, *rank.moments, replace(STEP, **options)))
     new = scale_from_amax(stored_amax(torch.stack(found).amax(0), scale), "e4m3", scale)
     for rank, last in zip(ranks, finish, strict=True):
-        last(new, options.get("skip"))
+        last(new)
         for weight in rank.weights:
             if options.get("skip") is None:
                 weight.scale, weight.master_override = weight.scales_in(new), None
@@ -123,7 +125,7 @@ def test_the_kernels_codes_are_those_of_torch(scale):
         found = torch.zeros_like(amax)
         finish = make(rank.members)(scales, found, rank.gradient, *rank.moments, still)
         new = scale_from_amax(stored_amax(found, scale), "e4m3", scale)
-        finish(new, None)
+        finish(new)
         ranks.append((rank, new))
     (one, first), (other, second) = ranks
     assert torch.equal(first, second)

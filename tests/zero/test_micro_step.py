@@ -98,7 +98,7 @@ def by_itself(_):
         accumulates, arrived = micro_step.progress
         sent = engine.fp8.wire.take()
         found.append((engine.optimizer.grad_partitions_flat_buffer.clone(), arrived, accumulates, sent))
-        gradients.arrived = ()
+        gradients.arrived = set()
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,7 +47,9 @@ class Rank:
 
 def in_two_passes(ranks, scale, **options):
     for rank in ranks:
-        step_on(rank.gradient.device, rank.moments)(rank.masters, rank.gradient, *rank.moments, STEP, **options)
+        step_on(rank.gradient.device, rank.moments)(
+            rank.masters, rank.gradient, *rank.moments, replace(STEP, **options)
+        )
         rank.shard_cast.write_amax(rank.amax, rank.shard)
     return agreed(ranks, scale)
 
@@ -54,7 +58,7 @@ def in_one_pass(ranks, scale, **options):
     for rank in ranks:
         assert kernels.can_take(rank.members, rank.numel)
         kernel = kernels.StepAndCast(rank.members, rank.numel, rank.weights[-1].data)
-        kernel(rank.masters, rank.amax, rank.gradient, *rank.moments, STEP, **options)
+        kernel(rank.masters, rank.amax, rank.gradient, *rank.moments, replace(STEP, **options))
     return agreed(ranks, scale)
 
 
@@ -91,7 +95,7 @@ def test_nothing_is_written_where_the_step_is_skipped():
     untouched, rank = Rank(0, 1, "pow2"), Rank(0, 1, "pow2")
     kernel = kernels.StepAndCast(rank.members, rank.numel, rank.codes)
     skip = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    kernel(rank.masters, rank.amax, rank.gradient, *rank.moments, STEP, skip=skip)
+    kernel(rank.masters, rank.amax, rank.gradient, *rank.moments, replace(STEP, skip=skip))
     for name in ("masters", "codes", "amax"):
         assert torch.equal(getattr(rank, name), getattr(untouched, name))
     for left, right in zip(rank.moments, untouched.moments, strict=True):

@@ -16,8 +16,8 @@ from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import fprop_weight
 from ds_fp8.zero import param
-from ds_fp8.zero.masters import OutlierResiduals, ReferenceResidualCast
 from ds_fp8.zero.param import FP8Param, ReferenceShardCast
+from ds_fp8.zero.quantizer import OutlierResiduals, ReferenceResidualCast
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
 from tests.zero.shard_casts import DEVICE, buffer_of, shards_of, weights_of
@@ -172,7 +172,7 @@ def kernel_and_reference(master, sizes):
         torch.cuda.synchronize()  # the step writes them on a stream of its own
     shards = engine.fp8.weights
     pairs = []
-    for some in shards.masters:
+    for some in shards.quantizers:
         known = some._residuals._weights
         results = []
         for cast in (ReferenceResidualCast(), TritonResidualCast()):

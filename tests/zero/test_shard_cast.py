@@ -5,8 +5,8 @@ import torch
 
 from ds_fp8.casts import QuantizedTensor, quantize, scale_from_amax
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.zero.masters import make_shard_cast
 from ds_fp8.zero.param import ReferenceShardCast
+from ds_fp8.zero.quantizer import make_shard_cast
 from tests.zero.shard_casts import DEVICE, SHAPES, buffer_of, cast_on_all_ranks, exact_masters, shards_of, weights_of
 
 GRANULARITIES = ["128x128", "row", "tensor"]

@@ -8,7 +8,6 @@ that its checkpoints contain, and of those of values that are usual in client st
 from __future__ import annotations
 
 import copyreg
-import os
 import pickle
 import re
 from argparse import Namespace
@@ -28,6 +27,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.zero.deepspeed.patches import environment
 
 # Classes that DeepSpeed puts into checkpoints beside tensors and plain values: holders of numbers. For good:
 # torch.serialization.safe_globals would take them from other threads on leaving.
@@ -43,7 +43,6 @@ for _make in (np.float64(0).__reduce__()[0], np.array(0).__reduce__()[0]):
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _READ_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError)
 
 
@@ -119,21 +118,15 @@ def tensors_only(source: str | Path, key: str = "", allow: str = "") -> Iterator
 
     UserError names `source`, the file or folder, where it holds anything else.
     """
-    before = os.environ.get(_FORCE)
-    os.environ[_FORCE] = "1"
     try:
-        yield
+        with environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"):
+            yield
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{source} is not read, because it holds more than tensors and plain values: {_reason(error)}",
             key=key,
             remedy=f"use a checkpoint from a source that you trust{allow}",
         ) from None
-    finally:
-        if before is None:
-            del os.environ[_FORCE]
-        else:
-            os.environ[_FORCE] = before
 
 
 def load_tensors(file: Path) -> Any:

@@ -23,9 +23,9 @@ from torch import nn
 from ds_fp8.config.errors import UserError
 from ds_fp8.zero import streams
 from ds_fp8.zero.deepspeed import versions
-from ds_fp8.zero.deepspeed.methods import HOOKS, has_optimizer, on_destroy, replace
-from ds_fp8.zero.deepspeed.optimizer import overflowed
+from ds_fp8.zero.deepspeed.optimizer import has_optimizer, overflowed
 from ds_fp8.zero.deepspeed.parameters import bytes_to_gather, link_moments, order
+from ds_fp8.zero.deepspeed.patches import on_destroy, replace
 from ds_fp8.zero.streams import profiled
 
 if TYPE_CHECKING:  # of packages whose files import this folder
@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # of packages whose files import this folder
 
 Stock = Callable[..., Any]  # DeepSpeed's own method
 
+_HOOKS = "_ds_fp8_hooks"  # attribute of an engine and its parameters
 _AVERAGE_GRADIENTS = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _engines_alive = 0  # engines whose parameters' lists are handed to them
 
@@ -83,17 +84,21 @@ class Hooks:
         self.states: dict[str, CheckpointState] = {}
         self._engine, self._count_gather = engine, count_gather
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._written: object | None = None  # event behind the last write to shards, by a step or a user
+        self._write_event: object | None = None  # behind the last write to shards, by a step or a user
         self._writes_masters = False  # true while all masters are overwritten
         self._install(engine)
 
+    @staticmethod
+    def of(engine: deepspeed.DeepSpeedEngine) -> Hooks:
+        return vars(engine)[_HOOKS]
+
     def _install(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        replace(engine, engine, HOOKS, self)
+        replace(engine, engine, _HOOKS, self)
         hook(engine, engine, "save_checkpoint", self.save_checkpoint)
         hook(engine, engine, "load_checkpoint", self.load_checkpoint)
         for parameter in engine.module.parameters():
             if hasattr(parameter, "ds_id"):
-                replace(engine, parameter, HOOKS, self)
+                replace(engine, parameter, _HOOKS, self)
                 # A closure that DeepSpeed puts on every parameter of ZeRO-3; fetches of one engine call it.
                 hook(engine, parameter, "all_gather_coalesced", self.all_gather_coalesced)
         if engine.zero_optimization_partition_weights():
@@ -134,26 +139,37 @@ class Hooks:
                 if self.own_step is not None:
                     result = self.own_step()
                 elif self.group is not None:
-                    skipped = functools.partial(overflowed, self._engine)
-                    result = self.group.step(functools.partial(stock, *args, **kwargs), skipped)
+                    result = self._stock_step(stock, *args, **kwargs)
                 else:
                     result = stock(*args, **kwargs)
             finally:
-                # Behind all that is launched, update, requantize and gather of persistent parameters: whoever gathers
-                # next on another stream waits for it.
-                self._written = streams.record_event()
-            # Last here, and before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or
-            # measure, and see what the next forward would.
+                # After update, requantize and the all-gather of persistent parameters: the next all-gathers, on other
+                # streams, wait for it.
+                self._write_event = streams.record_event()
+            # Last, but before DeepSpeed advances its scheduler and counters: callbacks may save, evaluate or measure,
+            # with the weights of the next forward.
             for callback in self.after_step:
                 callback()
             return result
+
+    def _stock_step(self, stock: Stock, *args, **kwargs) -> Any:
+        self.group.wait_for_requantize()  # it reads masters, on a stream of its own
+        try:
+            result = stock(*args, **kwargs)
+            if not overflowed(self._engine):
+                self.group.step_wrote()
+            self.group.requantize()
+            return result
+        except BaseException:
+            self.group.step_ended_midway()
+            raise
 
     # ---------------------------------------------------------------- parameters
 
     def all_gather_coalesced(self, stock: Stock, params: Iterable[nn.Parameter], *args, **kwargs) -> Handle | Any:
         """Begin to gather parameters for the modules that compute with them."""
-        # DeepSpeed's stream of gathers waits for no other: nothing else keeps it from shards that are still written.
-        streams.wait_event(self._written)
+        # DeepSpeed's all-gather stream waits for no other: without this it would read shards that are being written.
+        streams.wait_event(self._write_event)
         with profiled("gather"):
             if self.group is None:
                 return stock(self._counted(params), *args, **kwargs)
@@ -162,46 +178,37 @@ class Hooks:
             in_fp8 = [p for p in params if self.group.in_fp8(p)]
             others = [p for p in params if not self.group.in_fp8(p)]
             if in_fp8:
-                # Masters may have been written since the step (a checkpoint, a user): nothing where all is fresh.
+                # Masters may have been written since the step (a checkpoint, a user); no-op if nothing is stale.
                 self.group.requantize()
             self.group.unshard_bf16(others)
             handle = stock(self._counted(others), *args, **kwargs) if others else None
             return Handle(self.group.unshard(in_fp8), handle)
 
-    def all_gather(
-        self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, hierarchy: int | None = None
-    ) -> Any:
+    def all_gather(self, stock: Stock, params: list[nn.Parameter], async_op: bool = False, **options) -> Any:
         """Gather parameters of this engine for readers of BF16, and those that stay unsharded between steps."""
-        streams.wait_event(self._written)  # as in `all_gather_coalesced`
+        streams.wait_event(self._write_event)  # as in `all_gather_coalesced`
         with profiled("gather"):
             params = self._counted(params)
             if self.group is not None:
                 self.group.unshard_bf16(params)
             if self.own_step is not None and not async_op and self.own_step.gather_persistent(params):
                 return None
-            handles = stock(params, async_op=async_op, hierarchy=hierarchy)
+            handles = stock(params, async_op=async_op, **options)
             if self.group is not None:
                 self.group.copy_from_shards(params)
             return handles
 
-    def partition(
-        self,
-        stock: Stock,
-        params: list[nn.Parameter],
-        force: bool = False,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> None:
+    def partition(self, stock: Stock, params: list[nn.Parameter], *, has_been_updated: bool = False, **options) -> None:
         """Reshard parameters; where `has_been_updated`, what a rank wrote to them becomes their shards."""
         # Before DeepSpeed frees the data: it compares the BF16 shards from before with those from after.
         before = self.group.reshard(params, has_been_updated) if self.group is not None else None
-        stock(params, force=force, has_been_updated=has_been_updated, free_data=free_data)
+        stock(params, has_been_updated=has_been_updated, **options)
         if self.group is not None:
             self.group.resharded(params, before)
         # Only then were shards written: an ordinary release frees the unsharded copy alone, and later gathers
         # need not wait.
         if has_been_updated:
-            self._written = streams.record_event()
+            self._write_event = streams.record_event()
 
     def _counted(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters, the bytes that DeepSpeed gathers of them counted."""
@@ -240,8 +247,8 @@ class Hooks:
         if self.own_step is None:
             return stock(parameters, slices)
         for parameter in parameters:
-            # Autograd wrote it on the stream of the products, and its memory goes back there: not before this stream,
-            # which has read it, has come to this point.
+            # Allocated on the stream of the products, where its memory is reused; this stream has read it. See
+            # [Note: lifetimes across streams] in streams.py.
             streams.used_by_current_stream(parameter.grad)
             parameter.grad = None
         return []
@@ -420,7 +427,7 @@ def _handed_out(stock: Stock, handler: Callable[..., Any]) -> Stock:
         by_owner: dict[int, tuple[Hooks, list[nn.Parameter]]] = {}
         stock_parameters = []
         for parameter in param_list:
-            owner = vars(parameter).get(HOOKS)
+            owner = vars(parameter).get(_HOOKS)
             if owner is None:
                 stock_parameters.append(parameter)
             else:

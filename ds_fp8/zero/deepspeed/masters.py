@@ -70,6 +70,8 @@ class FlatMasters:
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._zero = engine.optimizer
+        # By the id of a parameter, the object whose master() dequantizes its masters; set by the owner.
+        self.holders: dict[int, Any] = {}
         coded: dict[int, bool] = getattr(self._zero, "_ds_fp8_coded", {})
         # Ids of the parameters that have sub-groups of their own.
         self.alone = {key for key, alone in coded.items() if alone}
@@ -81,10 +83,8 @@ class FlatMasters:
                 self.sub_groups[index] = [(p, start, numel) for p, (_, start, numel) in zip(group, places, strict=True)]
 
     @contextmanager
-    def on_host(
-        self, read: Callable[[nn.Parameter], torch.Tensor], only: nn.Parameter | None = None
-    ) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-        """Give the flat tensors memory with the masters that `read` returns, of all parameters or one; yield theirs.
+    def on_host(self, only: nn.Parameter | None = None) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
+        """Give the flat tensors memory with the masters of all their parameters or of one; yield these.
 
         Memory that nobody writes to costs nothing: one parameter's masters are what they cost, not their sub-group's.
         """
@@ -99,16 +99,18 @@ class FlatMasters:
                 flat[index].data = torch.empty(flat[index].numel())
                 for parameter, start, numel in self.sub_groups[index]:
                     if only is None or parameter is only:
-                        there[parameter] = flat[index].detach()[start : start + numel].copy_(read(parameter))
+                        there[parameter] = (
+                            flat[index].detach()[start : start + numel].copy_(self.holders[id(parameter)].master())
+                        )
             yield there
         finally:
             for index, device in zip(opened, devices, strict=True):
                 flat[index].data = _absent(flat[index].numel(), device)
 
-    def in_state(self, state: dict[str, Any], read: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    def in_state(self, state: dict[str, Any]) -> None:
         """Put FP32 masters, on the host, into a state dict of the ZeRO optimizer."""
         saved = state[FP32_FLAT_GROUPS] = list(state[FP32_FLAT_GROUPS])
         for index, members in self.sub_groups.items():
             saved[index] = torch.empty(saved[index].numel())
             for parameter, start, numel in members:
-                saved[index][start : start + numel] = read(parameter)
+                saved[index][start : start + numel] = self.holders[id(parameter)].master()

@@ -20,8 +20,8 @@ from ds_fp8.zero import streams
 
 if TYPE_CHECKING:  # of zero/, whose files import this folder
     from ds_fp8.zero.collectives import WireMeter
-    from ds_fp8.zero.gradients import GradientShards
     from ds_fp8.zero.group import FP8ParamGroup
+    from ds_fp8.zero.reduce import GradientShards
 
 _FETCH_EVENTS = "_PartitionedParameterCoordinator__ongoing_fetch_events"
 _IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
@@ -98,7 +98,7 @@ class MicroStep:
     @property
     def progress(self) -> tuple[bool, frozenset[str]]:
         """Return whether this micro-batch adds to the gradient shards, and which of them this step has written."""
-        return self._zero.micro_step_id > 0, self._gradients.arrived
+        return self._zero.micro_step_id > 0, frozenset(self._gradients.arrived)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -212,7 +212,7 @@ class MicroStep:
     def remember(self) -> dict[str, Any]:
         """Return the counters of DeepSpeed's hooks and of this package, for `restore`."""
         return {
-            "arrived": self._gradients.arrived,
+            "arrived": frozenset(self._gradients.arrived),
             "sent": self._wire.sent(),
             "backward": dict(vars(self._zero._backward_hook_state)),
             "epilogue": self._zero.averaged_gradients,
@@ -222,9 +222,9 @@ class MicroStep:
 
     def restore(self, state: dict[str, Any]) -> tuple[frozenset[str], Counter[str]]:
         """Take back what was counted since `remember`; returns gradients and bytes, for `count`."""
-        counted = self._gradients.arrived, self._wire.sent() - state["sent"]
-        self._gradients.arrived = state["arrived"]
-        self._wire.subtract(counted[1])
+        counted = frozenset(self._gradients.arrived), self._wire.sent() - state["sent"]
+        self._gradients.arrived = set(state["arrived"])
+        self._wire.add(Counter({purpose: -nbytes for purpose, nbytes in counted[1].items()}))
         vars(self._zero._backward_hook_state).update(state["backward"])
         self._zero.averaged_gradients = state["epilogue"]
         for module, counters in zip(self.modules, state["modules"], strict=True):

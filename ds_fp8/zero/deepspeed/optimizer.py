@@ -12,26 +12,32 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.utils import get_norm_dtype
 
+from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero import streams
-from ds_fp8.zero.deepspeed.methods import has_optimizer, replace
 from ds_fp8.zero.deepspeed.parameters import shard_of
+from ds_fp8.zero.deepspeed.patches import replace
 
 _FLUSH_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _GRADIENT_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
+def has_optimizer(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Return whether the engine trains; without an optimizer ZeRO-3 still shards the weights, in BF16 only."""
+    return hasattr(engine.optimizer, "step")
+
+
 def why_no_own_step(engine: deepspeed.DeepSpeedEngine) -> str | None:
-    """Return which setting needs DeepSpeed's own optimizer step, or None."""
+    """Return why DeepSpeed's step must stay with this engine, or None."""
+    optimizer = getattr(engine, "basic_optimizer", None)
+    if not isinstance(optimizer, AdamW):
+        return f"{type(optimizer).__name__} steps by itself"
     if engine.zero_optimization_stage() != 3 or not has_optimizer(engine):
         return "ZeRO-3 with an optimizer is needed"
     zero = engine.optimizer
     reasons = {
         "offload_optimizer steps on the CPU": zero.offload_optimizer,
         "offload_param keeps the BF16 shards on the CPU": zero.offload_param,
-        "ZenFlow steps by itself": zero.zenflow,
         "Muon needs whole gradients": zero.use_muon,
-        "the model is not BF16": zero.dtype is not torch.bfloat16,
-        "torch_autocast scales the loss": zero.torch_autocast_gradscaler is not None,
         "tensor parallelism adds to the gradient norm": zero.model_parallel_group is not None,
         "sub-groups are sharded over different ranks": len(set(map(id, zero.sub_group_process_groups))) > 1,
     }
@@ -107,6 +113,8 @@ class ZeroStep:
         self._zero._partition_all_parameters()
         # The last buckets may still be summed there. No record_stream: gradient shards live as long as the engine.
         streams.wait_stream(self._zero.reduce_and_partition_stream)
+        # Parameters that were not reduced (frozen midway) may still hold a gradient; its memory is free for the update.
+        self._zero.zero_grad(set_to_none=True)
 
     def skip(self) -> None:
         """Close a step that was left out because the gradient norm was not finite."""
@@ -130,9 +138,6 @@ class ZeroStep:
 
     def unshard_persistent(self) -> None:
         self._zero._post_step(set())
-
-    def clear_model_gradients(self) -> None:
-        self._zero.zero_grad(set_to_none=True)
 
 
 class FlatBf16:

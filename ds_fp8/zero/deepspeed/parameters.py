@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from inspect import signature
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_fp8.zero.deepspeed.methods import replace
-
-_ALIGNMENT = 512  # bytes that the beginning of every parameter is a multiple of, as if torch had allocated it by itself
+from ds_fp8.zero.deepspeed.patches import replace
 
 
 def data_parallel_group(engine: deepspeed.DeepSpeedEngine) -> object:
@@ -124,35 +120,25 @@ def link_moments(engine: deepspeed.DeepSpeedEngine, adamw: torch.optim.Optimizer
     """
     for parameter in engine.module.parameters():
         if hasattr(parameter, "_hp_mapping"):
-            parameter.get_full_hp_param = functools.partial(_read_state, parameter, adamw, parameter.get_full_hp_param)
-            parameter.set_full_hp_param = functools.partial(_write_state, parameter, adamw, parameter.set_full_hp_param)
+            for name in ("get_full_hp_param", "set_full_hp_param"):
+                stock = getattr(parameter, name)
+                setattr(parameter, name, functools.partial(_with_state, parameter, adamw, stock))
 
 
-def _read_state(parameter, adamw, stock, optim_state_key: str | None = None) -> torch.Tensor:
-    with _linked_state(parameter, adamw, optim_state_key):
-        return stock(optim_state_key)
-
-
-def _write_state(parameter, adamw, stock, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-    if optim_state_key is not None:
+def _with_state(parameter, adamw, stock, *args, **kwargs):
+    """Call a getter or setter while this rank's part of a parameter's state is linked, as the optimizer has it."""
+    given = signature(stock).bind(*args, **kwargs).arguments
+    part, key = parameter._hp_mapping, given.get("optim_state_key")
+    if key is not None and "value" in given:
         adamw.expand_moments()
-    with _linked_state(parameter, adamw, optim_state_key):
-        stock(value, optim_state_key)
-
-
-@contextlib.contextmanager
-def _linked_state(parameter: torch.nn.Parameter, adamw: torch.optim.Optimizer, key: str | None) -> Iterator[None]:
-    """Link this rank's part of a parameter's state `key`, as the optimizer holds it now."""
-    part = parameter._hp_mapping
     flat = None if part is None else adamw.param_groups[part.param_group_index]["params"][0]
     state = None if flat is None else adamw.state.get(flat, {}).get(key)
     if state is None:  # a rank without a part, the master, or a state that there is not
-        yield
-        return
+        return stock(*args, **kwargs)
     address, before = part.get_hp_fragment_address(), part.optim_fragment
     part.optim_fragment = {**(before or {}), key: state.narrow(0, address.start, address.numel)}
     try:
-        yield
+        return stock(*args, **kwargs)
     finally:
         part.optim_fragment = before
 
@@ -250,51 +236,38 @@ def on_external_parameter(engine: deepspeed.DeepSpeedEngine, callback: Callable[
         replace(engine, module, "_external_params", _Watched(registered, callback))
 
 
-class Segment(NamedTuple):
-    """A run of elements of a flat shard: this rank's part of a tensor, or padding."""
-
-    numel: int
-    is_vector: bool  # true if the tensor is a norm's weight, a bias, or the like
-
-
-def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[Segment]]]:
+def flat_parameters(engine: deepspeed.DeepSpeedEngine) -> list[tuple[torch.Tensor, list[int]]]:
     """Return the flat master shards that DeepSpeed gives its basic optimizer as parameters, and what each is made of.
 
-    Segments are in their order in the shard; padding is uninitialised memory. Empty where no ZeRO stage flattens
-    parameters.
+    Lengths of this rank's parts of tensors and of padding, uninitialised memory, in their order in the shard. Empty
+    where no ZeRO stage flattens parameters.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        spans: list[dict[int, Segment]] = [{} for _ in optimizer.fp32_partitioned_groups_flat]
+        spans: list[dict[int, int]] = [{} for _ in optimizer.fp32_partitioned_groups_flat]
         for parameter in engine.module.parameters():
             position = master_position(parameter)
             # Of tensors that have nothing here the place is another's.
             if position is not None and shard_of(parameter).valid:
                 group, start, _ = position
-                spans[group][start] = Segment(shard_of(parameter).valid, len(full_shape(parameter)) <= 1)
+                spans[group][start] = shard_of(parameter).valid
         flat = optimizer.fp32_partitioned_groups_flat
     elif engine.zero_optimization_stage() in (1, 2):
-        vectors = {name for name, parameter in engine.module.named_parameters() if parameter.dim() <= 1}
-        spans = [
-            {part.start: Segment(part.numel, name in vectors) for name, part in parts.items() if part.numel}
-            for parts in optimizer._param_slice_mappings
-        ]
+        spans = [{p.start: p.numel for p in parts.values() if p.numel} for parts in optimizer._param_slice_mappings]
         flat = [group["params"][0] for group in optimizer.param_groups]
     else:
         return []
-    return [
-        (shard, _with_gaps(spans_of_shard, shard.numel())) for shard, spans_of_shard in zip(flat, spans, strict=True)
-    ]
+    return [(shard, _with_gaps(lengths, shard.numel())) for shard, lengths in zip(flat, spans, strict=True)]
 
 
-def _with_gaps(spans: dict[int, Segment], total: int) -> list[Segment]:
-    """Return the segments, by where they start in a range of `total`, in order, and the gaps around them."""
-    segments: list[Segment] = []
+def _with_gaps(lengths: dict[int, int], total: int) -> list[int]:
+    """Return lengths, by where they start in a range of `total`, in order, and those of the gaps around them."""
+    result: list[int] = []
     end = 0
-    for start, segment in sorted(spans.items()):
-        segments += [Segment(start - end, False)] * (start > end) + [segment]
-        end = start + segment.numel
-    return segments + [Segment(total - end, False)] * (total > end)
+    for start, length in sorted(lengths.items()):
+        result += [start - end] * (start > end) + [length]
+        end = start + length
+    return result + [total - end] * (total > end)
 
 
 class PersistentGather:
@@ -307,8 +280,7 @@ class PersistentGather:
     def __init__(self, engine: deepspeed.DeepSpeedEngine):
         self._engine = engine
         self._parameters: list[torch.nn.Parameter] = []  # those that the memory is for
-        self._memory = torch.empty(0)
-        self._gaps: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []  # of all ranks, one parameter behind the other
         self._unsharded: list[torch.Tensor] = []
 
     @torch.no_grad()
@@ -316,55 +288,37 @@ class PersistentGather:
         """Gather parameters after a step, for an engine whose other gathers begin behind it.
 
         Returns:
-            Whether that was done: not where one of those that are not gathered is not persistent, or there are none.
+            Whether that was done: not where some of those that are not gathered are not persistent or of another kind.
         """
         persistent = set(map(id, self._engine.optimizer.persistent_parameters))
         missing = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        if not missing or not all(id(p) in persistent for p in missing) or not _alike(missing):
+        kinds = {(id(p.ds_process_group), p.ds_tensor.dtype) for p in missing}  # of experts, of other ranks
+        if len(kinds) != 1 or not all(id(p) in persistent for p in missing):
             return False
         shards, group = [p.ds_tensor.detach() for p in missing], missing[0].ds_process_group
-        world = dist.get_world_size(group)
+        world, numels = dist.get_world_size(group), [shard.numel() for shard in shards]
         if world == 1:
-            unsharded = [shard[: p.ds_numel].view(p.ds_shape) for p, shard in zip(missing, shards, strict=True)]
+            unsharded = _views(shards, missing)
         else:
             if list(map(id, missing)) != list(map(id, self._parameters)):
-                self._allocate(missing, world)
+                memory = [shard.new_empty(world * shard.numel()) for shard in shards]
+                self._parts = [part for one, n in zip(memory, numels, strict=True) for part in one.split(n)]
+                self._parameters, self._unsharded = missing, _views(memory, missing)
             own = torch.cat(shards)
             received = own.new_empty(world * own.numel())
             # The current stream waits, not the host; products read the parameters on this stream, and have read there
             # what the memory held before.
             dist.all_gather_into_tensor(received, own, group=group)
-            # Rank by rank as it comes; parameter by parameter, each with what aligns the next, as it is read.
-            of_ranks, count = received.split([shard.numel() for shard in shards] * world), len(shards)
-            parts = (one for i, gap in enumerate(self._gaps) for one in (*of_ranks[i::count], gap))
-            torch.cat(list(parts), out=self._memory)
+            # Rank by rank as it comes; parameter by parameter as it is read.
+            of_ranks = received.split(numels * world)
+            count = len(missing)
+            torch._foreach_copy_(self._parts, [part for i in range(count) for part in of_ranks[i::count]])
             unsharded = self._unsharded
         for parameter, mine in zip(missing, unsharded, strict=True):
             parameter.data = mine
             parameter.ds_status = ZeroParamStatus.AVAILABLE
         return True
 
-    def _allocate(self, parameters: list[torch.nn.Parameter], world: int) -> None:
-        numels, like = [world * p.ds_tensor.numel() for p in parameters], parameters[0].ds_tensor
-        step = _ALIGNMENT // like.element_size()
-        zeros = like.new_zeros(step)
-        self._parameters, self._gaps = parameters, [zeros[: -numel % step] for numel in numels]
-        starts = [0, *accumulate(numel + gap.numel() for numel, gap in zip(numels, self._gaps, strict=True))]
-        self._memory = like.new_empty(starts[-1])
-        self._unsharded = [
-            self._memory[start : start + p.ds_numel].view(p.ds_shape)
-            for p, start in zip(parameters, starts, strict=False)
-        ]
 
-
-def _alike(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Return whether one group has plain shards of one dtype of all these parameters on the device."""
-    first = parameters[0]
-    return all(
-        p.ds_process_group is first.ds_process_group
-        and p.ds_secondary_tensor is None
-        and p.ds_tensor.dtype == first.ds_tensor.dtype
-        and p.ds_tensor.device == first.device == p.device
-        and not hasattr(p.ds_tensor, "ds_quant_scale")
-        for p in parameters
-    )
+def _views(flat: Sequence[torch.Tensor], parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [one[: p.ds_numel].view(p.ds_shape) for one, p in zip(flat, parameters, strict=True)]

@@ -1,33 +1,33 @@
-"""What is installed on an engine, its optimizer, modules and parameters; engine.destroy() takes it off again."""
+"""Attributes of an engine, its optimizer, modules and parameters that are replaced until engine.destroy()."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 
-HOOKS = "_ds_fp8_hooks"  # attribute of an engine and its parameters
-_INSTALLED = "_ds_fp8_installed"
+_UNDO = "_ds_fp8_undo"
 _MISSING = object()
 
 
 def on_destroy(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
     """Call `callback` when the engine is destroyed, after DeepSpeed's destroy(); the one added last is called first."""
-    if _INSTALLED not in vars(engine):
-        setattr(engine, _INSTALLED, ExitStack())
+    if _UNDO not in vars(engine):
+        setattr(engine, _UNDO, ExitStack())
         destroy = engine.destroy
 
-        def destroy_and_uninstall() -> None:
+        def destroy_and_restore() -> None:
             try:
                 destroy()
             finally:
-                vars(engine)[_INSTALLED].close()
+                vars(engine)[_UNDO].close()
 
-        replace(engine, engine, "destroy", destroy_and_uninstall)
+        replace(engine, engine, "destroy", destroy_and_restore)
     # ExitStack unwinds in reverse: the last replacement of an attribute is undone first.
-    vars(engine)[_INSTALLED].callback(callback)
+    vars(engine)[_UNDO].callback(callback)
 
 
 def replace(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, value: object) -> None:
@@ -44,14 +44,17 @@ def replace(engine: deepspeed.DeepSpeedEngine, owner: object, name: str, value: 
     setattr(owner, name, value)
 
 
-def on_step(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
-    """Call `callback` after every optimizer step, also after one that was left out because of an overflow."""
-    vars(engine)[HOOKS].after_step.append(callback)
-
-
-def before_load(engine: deepspeed.DeepSpeedEngine, callback: Callable[[], None]) -> None:
-    """Call `callback` on all ranks before the engine loads a checkpoint."""
-    vars(engine)[HOOKS].before_load.append(callback)
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable until the end."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def disable_shm_build() -> None:
@@ -61,8 +64,3 @@ def disable_shm_build() -> None:
     """
     if get_accelerator().device_name() == "cpu":
         getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-
-
-def has_optimizer(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Return whether the engine trains; without an optimizer ZeRO-3 still shards the weights, in BF16 only."""
-    return hasattr(engine.optimizer, "step")

@@ -20,6 +20,7 @@ valid until the masters or the channels change.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -36,7 +37,7 @@ from ds_fp8.config.formats import BLOCK, FORMATS, SCALE_TYPES, CastSpec
 from ds_fp8.config.plans import MOMENTS
 from ds_fp8.layers.linear.outliers import OutlierChannels
 from ds_fp8.layers.linear.weights import RESIDUAL
-from ds_fp8.optim.adamw import AdamStep, AdamW
+from ds_fp8.optim.adamw import AdamW
 from ds_fp8.zero.collectives import GATHER, WireMeter
 from ds_fp8.zero.deepspeed.parameters import master_position
 from ds_fp8.zero.param import SCALE_ALIGNMENT, FP8Param, Numbers, ReferenceShardCast, Stack, in_runs, on_device
@@ -72,7 +73,7 @@ def make_shard_cast(weights: Sequence[FP8Param], shards: torch.Tensor, spec: Cas
     return TritonShardCast(weights, shards, spec)
 
 
-class Masters:
+class Quantizer:
     """Scales and residuals of weights that are quantized together; subclasses quantize, and take part in a step."""
 
     # Whether an optimizer step writes data: begin, update of every sub-group, finish, and taken unless it was skipped.
@@ -95,21 +96,18 @@ class Masters:
 
     @property
     def stale(self) -> bool:
-        """Return whether requantize is due, for all weights in one all-reduce and launch."""
         return any(weight.stale for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scales and residuals of the unsharded weights."""
         residuals = 0 if self._residuals is None else self._residuals.nbytes
         return self.num_scales * torch.float32.itemsize + residuals
 
     def pin_scales(self) -> None:
-        """Fix the address of the scales: requantize writes them in place, for CUDA graphs."""
-        if not self._pinned:
-            # The complete buffer, which includes scales of outlier blocks.
-            self._use(self._scales.clone())
-            self._pinned = True
+        """Fix the address of the scales, once: requantize writes them in place, for CUDA graphs."""
+        # The complete buffer, which includes scales of outlier blocks.
+        self._use(self._scales.clone())
+        self._pinned = True
 
     def write_residuals(self, only: OutlierChannels | None = None) -> None:
         """Quantize the residuals of all layers with selected channels, or of one. Collective.
@@ -129,10 +127,12 @@ class Masters:
         for weight in self.weights:
             weight.scale = weight.scales_in(self._scales)
 
-    def _agree(
-        self, amax: torch.Tensor, stored: Callable[[torch.Tensor, str], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Return the scales from the all-reduced amax, rounded by `stored` to the precision of masters. Collective."""
+    @staticmethod
+    def _stored(amax: torch.Tensor, scale_type: str) -> torch.Tensor:
+        return amax  # in the precision of masters
+
+    def _agree(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return the scales from the all-reduced amax. Collective."""
         scales, start = torch.empty_like(amax), 0
         for group, spec, end in self._runs:
             kind, own = SCALE_TYPES[spec.scale], amax[start:end]
@@ -141,8 +141,7 @@ class Masters:
                 dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
                 self._wire.count(GATHER, "all_reduce", own.nbytes, group)
             if kind.from_amax is None:
-                own = own if stored is None else stored(own, spec.scale)
-                scales[start:end] = scale_from_amax(own, spec.format, spec.scale)
+                scales[start:end] = scale_from_amax(self._stored(own, spec.scale), spec.format, spec.scale)
             start = end
         for weight in self.weights:
             spec = weight.spec
@@ -152,7 +151,7 @@ class Masters:
         return scales
 
 
-class FP32Masters(Masters):
+class FP32Quantizer(Quantizer):
     """Weights with FP32 masters, or without masters."""
 
     def __init__(self, stacks: list[Stack], wire: WireMeter, data: torch.Tensor):
@@ -193,7 +192,21 @@ class FP32Masters(Masters):
 
     def quantize_in_step(self, optimizer: AdamW, numels: Sequence[int]) -> None:
         """Let steps compute amax and data, unless two passes are needed or faster; `numels`: of all sub-groups."""
-        self._kernels = one_pass_kernels(self.weights, optimizer, numels)
+        data, precision = self.weights[0].data, optimizer.precision
+        if not has_kernels(data.device) or any(getattr(precision, key) != "fp32" for key in MOMENTS):
+            return
+        from ds_fp8.zero import one_pass_triton
+
+        places = [master_position(weight.parameter) for weight in self.weights]
+        if None in places:  # frozen, stacked with trained ones
+            return
+        kernels = {}
+        for some in in_runs(zip(self.weights, places, strict=True), lambda one: one[1][0]):
+            index, members = some[0][1][0], [(weight, start) for weight, (_, start, _) in some]
+            if not one_pass_triton.can_take(members, numels[index]):
+                return
+            kernels[index] = one_pass_triton.StepAndCast(members, numels[index], data)
+        self._kernels = kernels
 
     def begin(self) -> None:
         """Begin a step, after the last reads of data."""
@@ -202,23 +215,8 @@ class FP32Masters(Masters):
 
     def update(self, sub_group: int, masters: torch.Tensor) -> Callable[..., None] | None:
         """Return the fused step of a sub-group; None if it has no weights here."""
-        if sub_group not in self._kernels:
-            return None
-
-        def update(
-            gradient: torch.Tensor,
-            exp_avg: torch.Tensor,
-            exp_avg_sq: torch.Tensor,
-            step: AdamStep,
-            *,
-            skip: torch.Tensor | None,
-            factor: torch.Tensor | None,
-            **of_compressed_moments: object,
-        ) -> None:
-            kernel = self._kernels[sub_group]
-            kernel(masters, self._amax_of_step, gradient, exp_avg, exp_avg_sq, step, skip=skip, factor=factor)
-
-        return update
+        kernel = self._kernels.get(sub_group)
+        return kernel and functools.partial(kernel, masters, self._amax_of_step)
 
     def finish(self, skip: torch.Tensor) -> None:
         """No-op: requantize does the all-reduce of amax and the shared blocks."""
@@ -226,25 +224,6 @@ class FP32Masters(Masters):
     def taken(self) -> None:
         """Commit the step: its amax are valid for requantize."""
         self.amax = self._amax_of_step
-
-
-def one_pass_kernels(weights: Sequence[FP8Param], optimizer: AdamW, numels: Sequence[int]) -> dict[int, Any]:
-    """Return fused step kernels by sub-group; empty if two passes are needed or faster."""
-    data, precision = weights[0].data, optimizer.precision
-    if not has_kernels(data.device) or any(getattr(precision, key) != "fp32" for key in MOMENTS):
-        return {}
-    from ds_fp8.zero import one_pass_triton
-
-    places = [master_position(weight.parameter) for weight in weights]
-    if None in places:  # frozen, stacked with trained ones
-        return {}
-    kernels = {}
-    for some in in_runs(zip(weights, places, strict=True), lambda one: one[1][0]):
-        index, members = some[0][1][0], [(weight, start) for weight, (_, start, _) in some]
-        if not one_pass_triton.can_take(members, numels[index]):
-            return {}
-        kernels[index] = one_pass_triton.StepAndCast(members, numels[index], data)
-    return kernels
 
 
 # ---------------------------------------------------------------- residuals of outlier channels
@@ -263,33 +242,28 @@ class ReferenceResidualCast:
     """Residuals in torch, on any device; the reference of the kernel."""
 
     def write(self, weights: Sequence[OutlierWeight], scales: torch.Tensor, source: Numbers) -> None:
-        """Write the residuals of the shards of `weights`, zero before; their channels are selected."""
+        """Write residuals of shards, zero before, or outlier blocks where there is room; channels are selected."""
         for weight, residual in weights:
-            write_residual(weight, residual, scales, source)
-
-
-def write_residual(weight: FP8Param, residual: torch.Tensor, scales: torch.Tensor, source: Numbers) -> None:
-    """Write the residuals of a weight's shard into `residual`, or its outlier blocks if it has room."""
-    shard, at = weight.shard, weight.outliers.channels.long()
-    if not shard.valid:
-        return
-    columns = shard.shape[1]
-    rows = slice(shard.start // columns, -(-(shard.start + shard.valid) // columns))
-    row = torch.arange(rows.start, rows.stop, device=at.device)[:, None]
-    place = row * columns + at - shard.start
-    inside = (place >= 0) & (place < shard.valid)
-    place = place.clamp(0, shard.valid - 1)
-    scale = weight.scales_in(scales)
-    values = on_device(source(weight), at.device)[place]
-    data = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
-    data, scale_of_row = data.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
-    of_row, of_element = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
-    found = residual_data(values, data, of_element, of_row, weight.spec.format)
-    if weight.has_room:
-        residual.copy_(weight_block(found, dequantize_unscaled(data) * of_element, of_row, weight.spec.format))
-        weight.block_scales_in(scales).copy_(scale_of_row[:, None])
-    else:
-        residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])
+            shard, at = weight.shard, weight.outliers.channels.long()
+            if not shard.valid:
+                continue
+            columns = shard.shape[1]
+            rows = slice(shard.start // columns, -(-(shard.start + shard.valid) // columns))
+            row = torch.arange(rows.start, rows.stop, device=at.device)[:, None]
+            place = row * columns + at - shard.start
+            inside = (place >= 0) & (place < shard.valid)
+            place = place.clamp(0, shard.valid - 1)
+            scale = weight.scales_in(scales)
+            values = on_device(source(weight), at.device)[place]
+            data = weight.data[place // columns * weight.pitch + place % columns if weight.has_room else place]
+            data, scale_of_row = data.view(FORMATS[weight.spec.format].dtype), residual_scale(scale)
+            of_row, of_element = scale_of_row[row // BLOCK], scale[row // BLOCK, at // BLOCK]
+            found = residual_data(values, data, of_element, of_row, weight.spec.format)
+            if weight.has_room:
+                residual.copy_(weight_block(found, dequantize_unscaled(data) * of_element, of_row, weight.spec.format))
+                weight.block_scales_in(scales).copy_(scale_of_row[:, None])
+            else:
+                residual[rows] = torch.where(inside, found.view(torch.uint8), residual[rows])
 
 
 class OutlierResiduals:
@@ -318,10 +292,6 @@ class OutlierResiduals:
         return self._buffer.nbytes
 
     def write(self, scales: torch.Tensor, wire: WireMeter, only: OutlierChannels | None = None) -> None:
-        """Quantize the residuals of all weights with selected channels, or of one layer. Collective.
-
-        On the current stream, after the data of the shards.
-        """
         known = [
             one
             for one in self._weights

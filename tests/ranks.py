@@ -1,24 +1,29 @@
 """Real ranks for tests, over gloo on CPUs or NCCL on GPUs: a pool of processes that run a function together.
 
 Starting a process and importing DeepSpeed takes seconds, so the processes of a pool are reused by all tests of a run. A
-test function is any module-level function; it is called on every rank after deepspeed.init_distributed.
+test function is any module-level function; it is called on every rank after deepspeed.init_distributed. `on_ranks`
+makes a test of one that asserts on its rank, so that nothing need be sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import importlib
+import inspect
 import os
 import pickle
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch.multiprocessing as multiprocessing
 from torch.distributed import TCPStore
 
@@ -222,3 +227,46 @@ class RankPools:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
+
+
+class _Body:
+    """The body of a test of `on_ranks`: a rank finds the test by its name."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self.__qualname__ = module, name
+
+    def __call__(self, arguments: dict[str, Any]) -> None:
+        getattr(importlib.import_module(self._module), self.__qualname__).body(**arguments)
+
+
+def on_ranks(*worlds: int) -> Callable[[Callable], Callable]:
+    """Let a test run on all of so many gloo ranks, which get its parameters and fixtures.
+
+    Without a number of ranks `world` is a parameter of the test.
+    """
+
+    def decorate(body: Callable) -> Callable:
+        names, function = list(inspect.signature(body).parameters), _Body(body.__module__, body.__qualname__)
+
+        def test(ranks: RankPools, **given: Any) -> None:
+            ranks(given["world"] if "world" in given else worlds[0], function, {name: given[name] for name in names})
+
+        needed = dict.fromkeys(["ranks", *(["world"] if len(worlds) != 1 else []), *names])
+        kind = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in needed])
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(test, name, getattr(body, name))
+        test.body = body
+        return pytest.mark.parametrize("world", worlds)(test) if len(worlds) > 1 else test
+
+    return decorate
+
+
+@contextlib.contextmanager
+def case(name: object) -> Iterator[None]:
+    """Name one case of several in an error."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {name}")
+        raise

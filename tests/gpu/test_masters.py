@@ -1,25 +1,16 @@
-"""Masters on GPUs: the kernel beside its reference, a run of codes and corrections, and an engine's life."""
+"""Masters on GPUs: the kernel beside its reference, and an engine's life."""
 
 import random
 
 import pytest
 import torch
 
-from tests.zero import test_masters
 from tests.zero.test_master_step import *  # noqa: F403
 from tests.zero.test_state_machine import ACTIONS, SETUPS, live
 
 pytestmark = pytest.mark.gpu
 GPUS = range(1, min(torch.cuda.device_count(), 2) + 1)
 SIZES = [(132, 300), (256, 512)]  # updated and quantized in two passes, in one
-sizes = pytest.mark.parametrize("sizes", SIZES, ids=["in two passes", "in one"])
-
-
-@sizes
-@pytest.mark.parametrize("world", GPUS)
-def test_a_run_is_that_of_fp32_masters(gpu_ranks, world, sizes):
-    fp32, coded = (gpu_ranks(world, test_masters.train, master, "fp32", sizes) for master in ("fp32", "fp8_plus16"))
-    test_masters.assert_like_fp32(fp32, coded)
 
 
 @pytest.mark.parametrize("setup", SETUPS)

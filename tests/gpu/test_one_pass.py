@@ -61,9 +61,8 @@ def test_a_run_has_the_bits_of_two_passes(gpu_ranks, world, preset, zero):
 
 @pytest.mark.parametrize("world", GPUS)
 def test_a_run_whose_step_ends_midway_goes_on(gpu_ranks, world):
-    test_interrupted_step.assert_casts_of_masters(gpu_ranks(world, test_interrupted_step.against_whole_masters))
-    both = (gpu_ranks(world, test_interrupted_step.masters_behind, interrupted) for interrupted in (True, False))
-    test_interrupted_step.assert_same_masters(*both)
+    gpu_ranks(world, test_interrupted_step.assert_gathered_weights_are_those_of_the_masters)
+    gpu_ranks(world, test_interrupted_step.assert_codes_and_corrections_that_were_all_launched_are_the_steps)
 
 
 @pytest.mark.parametrize(

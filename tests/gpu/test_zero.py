@@ -14,13 +14,13 @@ from ds_fp8.zero.param import ReferenceShardCast
 from ds_fp8.zero.quantizer import make_shard_cast
 from ds_fp8.zero.reduce import pack_reference, sum_rows_reference
 from ds_fp8.zero.reduce_triton import pack, sum_rows
-from tests.zero import models, test_frozen_weights, test_one_rank
+from tests.zero import models, test_frozen_weights
+from tests.zero import test_parameter_gather as test_one_rank
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
-from tests.zero.test_gradient_reduce import OPTIONS
 from tests.zero.test_gradient_wire import laid_out
 from tests.zero.test_options import CASES, LOSS_GAP, engine_of, train_and_look
-from tests.zero.test_parameter_gather import gather, gathered_against_whole
-from tests.zero.test_training import QUIET, assert_same, losses_and_weights, step_with_overflow
+from tests.zero.test_parameter_gather import gathered_against_whole
+from tests.zero.test_training import QUIET, assert_same, losses_and_weights
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -157,24 +157,16 @@ def test_a_resumed_run_repeats_the_first_bit_for_bit(gpu_ranks, tmp_path):
         assert onward == again
 
 
-@two_gpus
-@pytest.mark.parametrize("option", OPTIONS)
-def test_overflow_on_one_rank_skips_the_step_on_all(gpu_ranks, option):
-    for unchanged, skipped, _ in gpu_ranks(2, step_with_overflow, float("nan"), OPTIONS[option]):
-        assert unchanged
-        assert skipped == 1
-
-
 def gather_without_a_wait():
     engine = models.build(models.config(QUIET))
     models.train(engine, 2)
     weights = [weight for layer in engine.module.layers for weight in (layer.up.weight, layer.down.weight)]
-    gather(engine, weights)
+    models.gather(weights)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for weight in weights:
             weight.partition()
-        gather(engine, weights)
+        models.gather(weights)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for weight in weights:
@@ -192,7 +184,7 @@ def wait_on_another_stream():
     engine = models.build(models.config(QUIET))
     models.train(engine, 2)
     weights = [weight for layer in engine.module.layers for weight in (layer.up.weight, layer.down.weight)]
-    gather(engine, weights)
+    models.gather(weights)
     expected = [getattr(weight, UNSHARDED).dequantize() for weight in weights]
     for weight in weights:
         weight.partition()
@@ -235,8 +227,8 @@ def test_copy_engines_gather_the_same_bits(gpu_ranks):
     ("sizes", "accumulate"), [(test_one_rank.ALIGNED, 1), (test_one_rank.ALIGNED, 2), (test_one_rank.RAGGED, 1)]
 )
 def test_one_rank_without_copies_has_the_bits_of_one_with(gpu_ranks, preset, sizes, accumulate):
-    losses, masters = gpu_ranks(1, test_one_rank.trained, preset, sizes, False, accumulate)[0]
-    expected, expected_masters = gpu_ranks(1, test_one_rank.trained, preset, sizes, True, accumulate)[0]
+    losses, masters = gpu_ranks(1, test_one_rank.trained_on_one_rank, preset, sizes, False, accumulate)[0]
+    expected, expected_masters = gpu_ranks(1, test_one_rank.trained_on_one_rank, preset, sizes, True, accumulate)[0]
     assert losses == expected
     assert all(map(torch.equal, masters, expected_masters))
 

@@ -13,6 +13,7 @@ import ds_fp8
 from ds_fp8.config.fp8 import parse_fp8
 from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
+from tests.ranks import on_ranks
 from tests.zero import models
 
 MORE = 0.03  # What a gradient's error against BF16's may have above 1.5 times that of unfused layers in FP8
@@ -177,8 +178,6 @@ def test_a_forward_of_liger_on_the_instance_is_not_reported_as_fused():
 def trained_adapters(section, converted_before=False):
     """(losses of two steps, for every step the whole gradients by name, the report); section: None for BF16."""
     model = causal_lm("llama")
-    if section is not None:
-        section = {"linear": {"backend": "reference"}, "monitor": {"every": 0}, **section}
     if converted_before:
         ds_fp8.convert(model, parse_fp8({"fp8": section}))
     torch.manual_seed(1)
@@ -186,37 +185,33 @@ def trained_adapters(section, converted_before=False):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    config = models.config(section, stage3_param_persistence_threshold=0)
-    engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
+    engine = models.engine(section, model, stage3_param_persistence_threshold=0)
     assert not any("base_layer" in n and p.requires_grad for n, p in engine.module.named_parameters())
     losses, gradients = [], []
     for step in range(2):
-        ids = torch.roll(tokens(), step) + torch.distributed.get_rank()
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = models.loss_of(engine, torch.roll(tokens(), step) + torch.distributed.get_rank())
         engine.backward(loss)
         named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
         gradients.append({name: safe_get_full_grad(p).clone() for name, p in named})
         engine.step()
         losses.append(loss.item())
-    report = engine.fp8.report
     engine.destroy()
-    return losses, gradients, report
+    return losses, gradients, engine.fp8.report
 
 
-def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does(ranks):
-    section = {"preset": "precise", "monitor": {"every": 1}}
-    in_bf16, unfused = (ranks(2, trained_adapters, each) for each in (None, {"fuse": "off", **section}))
-    fused, before = (ranks(2, trained_adapters, section, converted_before) for converted_before in (False, True))
-    for rank in range(2):
-        losses, gradients, report = fused[rank]
-        assert (losses, report["not_fused"]) == (before[rank][0], {})
-        assert report["fused_layers"] == 2
-        assert report["frozen_weights_with_bf16"] == (0, report["fp8_gathered_parameters"])
-        assert report["fp8_gathered_parameters"] == 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 384)
-        assert losses == pytest.approx(in_bf16[rank][0], rel=0.02)
-        for found, plain, exact in zip(gradients, unfused[rank][1], in_bf16[rank][1], strict=True):
-            assert found.keys() == exact.keys()
-            for name in exact:
-                assert exact[name].any()
-                assert error(found[name], exact[name]) < 1.5 * error(plain[name], exact[name]) + MORE, name
+@on_ranks(2)
+def test_fused_lora_under_zero_3_trains_every_adapter_as_peft_does():
+    section = {"preset": "precise", "monitor": {"every": 1}, "linear": {"backend": "reference"}}
+    (bf16, exact, _), (_, unfused, _) = (trained_adapters(each) for each in (None, {"fuse": "off", **section}))
+    losses, gradients, report = trained_adapters(section)
+    before, _, of_before = trained_adapters(section, True)
+    assert (losses, of_before["not_fused"], report["not_fused"]) == (before, {}, {})
+    assert report["fused_layers"] == 2
+    assert report["frozen_weights_with_bf16"] == (0, report["fp8_gathered_parameters"])
+    assert report["fp8_gathered_parameters"] == 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 384)
+    assert losses == pytest.approx(bf16, rel=0.02)
+    for found, plain, wanted in zip(gradients, unfused, exact, strict=True):
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            assert wanted[name].any()
+            assert error(found[name], wanted[name]) < 1.5 * error(plain[name], wanted[name]) + MORE, name

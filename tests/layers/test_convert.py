@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import ds_fp8
 from ds_fp8.config.errors import UserError
@@ -14,7 +15,7 @@ from ds_fp8.engine.plans import convert
 from ds_fp8.layers.convert import matches
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.copies import assert_independent_copy, copied
-from tests.layers.hugging_face import causal_lm, tokens
+from tests.layers.hugging_face import causal_lm, fp8, tokens
 
 
 class Block(nn.Module):
@@ -179,3 +180,42 @@ def test_a_copied_layer_takes_no_model_along():
 def test_a_conversion_without_an_engine_measures_nothing():
     """Nobody would end its step, and read the figures."""
     assert not ds_fp8.convert(Small(), FP8Config(monitor={"every": 1})).recipe.monitor.active
+
+
+@pytest.fixture
+def forget_graphs():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("forget_graphs")
+def test_a_compiled_model_computes_the_same_with_one_break_a_layer():
+    """FP8 layers run as they are between the graphs, and say why."""
+    model = causal_lm("llama").model
+    fp8(model)
+
+    def trained(forward):
+        model.zero_grad()
+        hidden = forward(input_ids=tokens(), use_cache=False).last_hidden_state
+        hidden.float().square().sum().backward()
+        return [hidden.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    expected, counter = trained(model), CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(2):
+        results = trained(compiled)
+        assert torch.equal(results[0], expected[0])
+        for gradient, other in zip(results[1:], expected[1:], strict=True):
+            # Compiling sums gradients in another order, in BF16 too, which a cast then rounds otherwise.
+            assert (gradient - other).float().norm() < 0.06 * other.float().norm()
+    assert 1 <= counter.frame_count <= len(model.layers) + 1
+
+
+@pytest.mark.usefixtures("forget_graphs")
+def test_a_single_graph_is_refused_with_the_reason():
+    model = causal_lm("llama").model
+    fp8(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="FP8 layers of ds_fp8"):
+        compiled(input_ids=tokens())

@@ -10,7 +10,6 @@ from torch.nn.attention import _cur_sdpa_kernel_backends as enabled
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ds_fp8.layers.decoder.attention import FASTEST_FIRST, fastest_kernel_first
 from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
@@ -21,7 +20,6 @@ from tests.numerics import error
 FUSED = {
     "qwen2": {},
     "qwen3": {},
-    "smollm3": {},
     "llama with biases": {"attention_bias": True},
     "qwen2 with GELU": {"hidden_act": "gelu_pytorch_tanh"},
 }
@@ -102,44 +100,60 @@ def test_presets_and_weights_already_in_fp8(name, preset):
     ],
 )
 def test_any_other_structure_keeps_its_own_forward_and_says_why(architecture, changes, mlps, reason):
-    model = causal_lm(architecture, **changes).eval()
-    unfused = copy.deepcopy(model)
+    """(What the fused MLPs compute: test_transformers_classes.py.)"""
+    model = causal_lm(architecture, **changes)
     fusion = fp8(model).fusion
     assert fusion.layers == []
-    assert len(fusion.mlps) == mlps
-    assert sum(isinstance(module, FusedMLP) for module in model.modules()) == mlps
+    assert len(fusion.mlps) == mlps == sum(isinstance(module, FusedMLP) for module in model.modules())
     assert any(reason in why for why in fusion.left.values()), fusion.left
-    fp8(unfused, fuse="off")
-    ids = tokens()
-    assert error(model(input_ids=ids).logits.float(), unfused(input_ids=ids).logits.float()) < FP8_ERROR
 
 
-@pytest.mark.parametrize("option", [{"softcap": 20.0}, {"sliding_window": 3}])
-def test_a_layer_whose_attention_is_given_more_is_not_fused(option):
-    class More(LlamaAttention):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **option, **kwargs)
+def attention_given(**option):
+    def change(layer):
+        class More(type(layer.self_attn)):
+            def forward(self, *args, **kwargs):
+                return super().forward(*args, **option, **kwargs)
 
-    model = causal_lm("llama")
-    model.model.layers[1].self_attn.__class__ = More
-    fusion = fp8(model).fusion
-    assert fusion.layers == ["model.layers.0"]
-    assert "its attention is given" in fusion.left["model.layers.1"]
+        layer.self_attn.__class__ = More
+
+    return change
+
+
+def other_epsilon(name):
+    """Let a norm have another epsilon than it says."""
+
+    def change(layer):
+        norm = layer.get_submodule(name)
+
+        class Other(type(norm)):
+            def forward(self, x):
+                return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+        norm.__class__ = Other
+
+    return change
+
+
+def freeze_up(layer):
+    layer.mlp.up_proj.weight.requires_grad_(False)
 
 
 @pytest.mark.parametrize(
-    "norm", ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+    ("architecture", "change", "reason"),
+    [
+        ("llama", attention_given(softcap=20.0), "its attention is given"),
+        ("llama", attention_given(sliding_window=3), "its attention is given"),
+        *(("qwen3", other_epsilon(f"{name}_layernorm"), "") for name in ("input", "post_attention")),
+        *(("qwen3", other_epsilon(f"self_attn.{name}_norm"), "") for name in "qk"),
+        ("llama", freeze_up, "frozen"),
+    ],
 )
-def test_a_norm_whose_epsilon_is_not_what_it_says_is_not_fused(norm):
-    model = causal_lm("qwen3")
-    norm = model.model.layers[1].get_submodule(norm)
-
-    class Other(type(norm)):
-        def forward(self, x):
-            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-
-    norm.__class__ = Other
-    assert fp8(model).fusion.layers == ["model.layers.0"]
+def test_a_layer_that_somebody_changed_is_not_fused(architecture, change, reason):
+    model = causal_lm(architecture)
+    change(model.model.layers[1])
+    fusion = fp8(model).fusion
+    assert fusion.layers == ["model.layers.0"]
+    assert reason in fusion.left["model.layers.1"]
 
 
 def test_an_mlp_whose_output_its_parent_changes_in_place_is_not_fused():
@@ -150,14 +164,6 @@ def test_an_mlp_whose_output_its_parent_changes_in_place_is_not_fused():
     assert experts
     assert all("in place" in fusion.left[name] for name in experts)
     assert not any(isinstance(module, FusedMLP) for module in model.modules())
-
-
-def test_frozen_and_trained_weights_in_one_product_keep_the_layer_unfused():
-    model = causal_lm("llama")
-    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    fusion = fp8(model).fusion
-    assert fusion.layers == ["model.layers.0"]
-    assert "frozen" in fusion.left["model.layers.1"]
 
 
 @pytest.mark.parametrize("save", ["fp8", "bf16"])

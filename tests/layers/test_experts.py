@@ -212,15 +212,19 @@ def test_experts_that_are_not_called_have_zero_gradients():
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_experts_change_no_bit(reentrant):
-    experts, _ = pair("grouped_mm")
+def test_recomputed_or_frozen_experts_change_no_bit():
+    experts, twin = pair("grouped_mm")
+    expected = results(experts, inputs())
+    for reentrant in (True, False):
 
-    def recomputed(*args):
-        return checkpoint(experts, *args, use_reentrant=reentrant)
+        def recomputed(*args, reentrant=reentrant):
+            return checkpoint(experts, *args, use_reentrant=reentrant)
 
-    for ours, expected in zip(results(experts, inputs(), recomputed), results(experts, inputs()), strict=True):
-        assert torch.equal(ours, expected)
+        assert all(map(torch.equal, results(experts, inputs(), recomputed), expected))
+    for module in (experts, twin):
+        module.requires_grad_(False)
+    assert all(map(torch.equal, results(experts, inputs())[:3], results(twin, inputs())[:3]))
+    assert all(weight.grad is None for weight in experts.parameters())
 
 
 def held(shape, before=()):
@@ -257,15 +261,6 @@ def test_hooks_around_recomputed_experts_save_nothing_of_them():
     assert not held((2 * 999, 256), before), "what the experts save for backward is kept"
     y.sum().backward()
     assert x.grad.any()
-
-
-def test_frozen_experts_pass_gradients_through():
-    experts, twin = pair("grouped_mm")
-    for module in (experts, twin):
-        module.requires_grad_(False)
-    for ours, expected in zip(results(experts, inputs())[:3], results(twin, inputs())[:3], strict=True):
-        assert torch.equal(ours, expected)
-    assert all(weight.grad is None for weight in experts.parameters())
 
 
 def test_weights_that_are_not_gathered_in_fp8_are_read_as_they_are():
@@ -306,45 +301,33 @@ def test_skip_and_overrides_mean_experts_by_their_names():
     assert not isinstance(model.model.layers[0].mlp.experts, FP8Experts)
     assert conversion.overrides["*.experts.down_proj"] == ["model.layers.1.mlp.experts.down_proj"]
     assert not conversion.unmatched
-
-
-def test_overrides_choose_the_format():
     linear = {"overrides": {"*.experts.down_proj": {"weight": {"format": "e5m2", "granularity": "tensor"}}}}
-    model = mixture("qwen3_moe")
-    convert(model, config(linear=linear))
+    convert(model := mixture("qwen3_moe"), config(linear=linear))
     recipes = model.model.layers[1].mlp.experts.expert_recipes
     assert str(recipes["down_proj"].weight) == "e5m2 128x128 pow2"
     assert str(recipes["gate_up_proj"].weight) == "e4m3 128x128 pow2"
-
-
-def test_gathers_in_bf16_leave_the_experts_alone():
     conversion = convert(model := mixture("qwen3_moe"), config(param_gather={"format": "bf16"}))
     assert set(conversion.experts.left.values()) == {'fp8.param_gather.format is "bf16"'}
     assert not any(isinstance(module, FP8Experts) for module in model.modules())
 
 
-def test_they_go_back_and_are_converted_again():
+def test_they_go_back_are_converted_again_and_can_be_copied_and_pickled():
     model = mixture("olmoe")
-    names = list(model.state_dict())
-    own = type(model.model.layers[0].mlp.experts)
-    assert len(convert(model, config()).experts.converted) == 4
-    experts = model.model.layers[0].mlp.experts
-    assert isinstance(experts, own)
-    assert type(experts) is not own
-    assert len(convert(model, config()).experts.converted) == 4
-    assert list(model.state_dict()) == names
-    assert len(restore(experts)) == 2
-    assert type(experts) is own
-    assert "expert_recipes" not in vars(experts)
-
-
-def test_they_can_be_copied_and_pickled():
-    model = mixture("qwen3_moe")
-    convert(model, config())
+    names, own = list(model.state_dict()), type(model.model.layers[0].mlp.experts)
+    for products in ("fp8", "bf16"):
+        assert len(convert(model, config(linear={"expert_products": products})).experts.converted) == 4
+        experts = model.model.layers[0].mlp.experts
+        assert isinstance(experts, own)
+        assert isinstance(experts, FP8Experts)
+        assert hasattr(experts, "expert_products") == (products == "fp8")
     expected = model(input_ids=tokens(), labels=tokens()).loss
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(twin.model.layers[0].mlp.experts, FP8Experts)
         assert torch.equal(twin(input_ids=tokens(), labels=tokens()).loss, expected)
+    assert list(model.state_dict()) == names
+    assert len(restore(experts)) == 2
+    assert type(experts) is own
+    assert "expert_recipes" not in vars(experts)
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])

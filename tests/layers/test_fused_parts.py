@@ -64,8 +64,10 @@ def assert_cast(result: QuantizedTensor, expected: torch.Tensor, bound: float = 
     assert error(result.dequantize(), wanted.dequantize()) < bound
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 128), (3, 200), (130, 256), (5, 576)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "residual"),
+    [(1, 128, False), (3, 200, True), (130, 256, True), (130, 256, False), (5, 576, False)],
+)
 def test_rms_norm(tokens, hidden, residual):
     torch.manual_seed(0)
     x, weight, spec = random(tokens, hidden), torch.rand(hidden, device=DEVICE).bfloat16() + 0.5, recipe().input
@@ -143,8 +145,15 @@ def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input
     assert torch.equal(frozen[3], kernel[3])
 
 
-@pytest.mark.parametrize("saved_as", ["fp8", "bf16"])
-@pytest.mark.parametrize(("tokens", "features", "activation"), GATED)
+@pytest.mark.parametrize(
+    ("tokens", "features", "activation", "saved_as"),
+    [
+        *((*case, "fp8") for case in GATED),
+        (130, 256, "gelu", "bf16"),
+        (7, 100, "gelu_tanh", "bf16"),
+        (128, 128, "silu", "bf16"),
+    ],
+)
 def test_gated_activation_backward(tokens, features, activation, saved_as):
     torch.manual_seed(0)
     gate_up, dproduct = random(tokens, 2 * features), random(tokens, features)
@@ -178,10 +187,17 @@ def test_gated_activation_backward(tokens, features, activation, saved_as):
 
 
 @pytest.mark.parametrize(
-    ("shared_angles", "biased", "norm"),
-    [(False, False, False), (True, False, True), (False, True, True), (True, True, False)],
+    ("length", "head_dim", "shared_angles", "biased", "norm"),
+    [
+        (1, 8, False, False, False),
+        (1, 8, True, True, True),
+        (19, 24, False, False, False),
+        (19, 24, True, False, True),
+        (19, 24, False, True, False),
+        (40, 64, False, True, True),
+        (40, 64, True, True, False),
+    ],
 )
-@pytest.mark.parametrize(("length", "head_dim"), [(1, 8), (19, 24), (40, 64)])
 def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
     torch.manual_seed(0)
     layout, batch = HeadLayout(4, 2, head_dim), 2

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import ds_fp8
 from ds_fp8.layers.decoder.rotary import restore_inverse_frequencies
 from tests.layers.hugging_face import causal_lm
+from tests.ranks import on_ranks
 from tests.zero import models
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -46,22 +46,15 @@ def test_frequencies_that_nobody_can_compute_again_are_named():
     assert line.startswith("inverse frequencies of rope are rounded")
 
 
-def under_zero_init():
-    """(dtype after zero.Init, restored buffers and notes of the start report) of one rank."""
-    config = models.config({"linear": {"backend": "reference"}})
+@on_ranks(2)
+def test_a_model_made_under_zero_init_has_exact_positions():
+    section = {"linear": {"backend": "reference"}}
     settings = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
-    with deepspeed.zero.Init(config_dict_or_path={k: v for k, v in config.items() if k != "fp8"}):
+    with deepspeed.zero.Init(config_dict_or_path=models.config()):
         model = Qwen3ForCausalLM(Qwen3Config(**settings, num_attention_heads=2, num_key_value_heads=2, head_dim=128))
-    before = model.model.rotary_emb.inv_freq.dtype
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    result = before, engine.module.model.rotary_emb.inv_freq, engine.fp8.report["notes"]
-    engine.destroy()
-    return result
-
-
-def test_a_model_made_under_zero_init_has_exact_positions(ranks):
+    assert model.model.rotary_emb.inv_freq.dtype is torch.bfloat16, "otherwise this test means nothing"
+    engine = models.engine(section, model)
     exact = 1 / 1e4 ** (torch.arange(0, 128, 2) / 128)
-    for before, inverse_frequencies, notes in ranks(2, under_zero_init):
-        assert before is torch.bfloat16, "otherwise this test means nothing"
-        assert torch.equal(inverse_frequencies, exact)
-        assert any("computed again in FP32" in note for note in notes)
+    assert torch.equal(engine.module.model.rotary_emb.inv_freq, exact)
+    assert any("computed again in FP32" in note for note in engine.fp8.report["notes"])
+    engine.destroy()

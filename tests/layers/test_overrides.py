@@ -17,8 +17,8 @@ from ds_fp8.gemm import scaled_matmul
 from ds_fp8.layers.decoder.decoder import FusedDecoderLayer, FusedMLP
 from ds_fp8.layers.decoder.gated_mlp import gated_mlp
 from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import UNSHARDED
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.ranks import on_ranks
 from tests.zero import models
 
 TENSOR = {"granularity": "tensor"}
@@ -121,46 +121,28 @@ def test_parts_that_cannot_be_fused_are_called_one_by_one_and_the_reason_is_give
     assert loss.isfinite()
 
 
-def gathered_under_overrides():
-    """(the override rows of the report; by weight: whether its bytes are the cast, and that cast)."""
+@on_ranks(2)
+def test_weights_are_gathered_as_their_override_casts_them():
     overrides = {
         "layers.0.up": {"weight": TENSOR},
         "layers.1.*": {"weight": {"format": "e5m2", "granularity": "row"}},
         "layers.2.down": "bf16",
     }
-    section = {"linear": {"overrides": overrides}, "monitor": {"every": 0}}
-    engine = models.build(models.config(section))
+    engine = models.engine({"linear": {"overrides": overrides}})
     models.train(engine, 1)
-    linears = {name: m for name, m in engine.module.named_modules() if isinstance(m, FP8Linear)}
-    weights = [linear.weight for linear in linears.values()]
-    weights[0].all_gather_coalesced(weights).wait()
-    found = {}
-    for name, linear in linears.items():
-        spec, ours = linear.recipe.weight, getattr(linear.weight, UNSHARDED)
-        whole = quantize(models.full_master(linear.weight), spec.format, spec.granularity, spec.scale)
-        same = torch.equal(ours.data.view(torch.uint8), whole.data.view(torch.uint8))
-        found[name] = same and torch.equal(ours.scale, whole.scale), str(spec)
-        linear.weight.partition()
-    return engine.fp8.report["overrides"], found
-
-
-def test_weights_are_gathered_as_their_override_casts_them(ranks):
-    for report, found in ranks(2, gathered_under_overrides):
-        assert found == {
-            "layers.0.up": (True, "e4m3 tensor pow2"),
-            "layers.0.down": (True, "e4m3 128x128 pow2"),
-            "layers.1.up": (True, "e5m2 row pow2"),
-            "layers.1.down": (True, "e5m2 row pow2"),
-            "layers.2.up": (True, "e4m3 128x128 pow2"),
-        }
-        assert [(part["pattern"], part["linears"]) for part in report] == [
-            ("layers.0.up", 1),
-            ("layers.1.*", 2),
-            ("layers.2.down", 1),
-        ]
-        assert report[1]["casts"].startswith("input e4m3 1x128 pow2, weight e5m2 row pow2")
-        assert report[2]["casts"] == "bf16"
-        json.dumps(report)
+    assert models.wrong_casts(engine) == []
+    assert {name: str(linear.recipe.weight) for name, linear in models.fp8_linears(engine).items()} == {
+        "layers.0.up": "e4m3 tensor pow2",
+        "layers.0.down": "e4m3 128x128 pow2",
+        "layers.1.up": "e5m2 row pow2",
+        "layers.1.down": "e5m2 row pow2",
+        "layers.2.up": "e4m3 128x128 pow2",
+    }
+    report = engine.fp8.report["overrides"]
+    assert [(part["pattern"], part["linears"]) for part in report] == list(zip(overrides, (1, 2, 1), strict=True))
+    assert report[1]["casts"].startswith("input e4m3 1x128 pow2, weight e5m2 row pow2")
+    assert report[2]["casts"] == "bf16"
+    json.dumps(report)
 
 
 def test_exports_keep_in_bf16_what_an_override_casts_in_another_way():

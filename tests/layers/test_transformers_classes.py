@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 from difflib import SequenceMatcher
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ds_fp8 import layers
+from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.plans import recipe_from_config
+from ds_fp8.layers import transformers_versions as versions
 from ds_fp8.layers.decoder.decoder import fuse_decoder
 from ds_fp8.layers.experts.experts import convert_experts
 from ds_fp8.layers.linear.linear import FP8Linear
@@ -185,3 +189,14 @@ def test_what_is_fused_computes_what_its_class_does(kind):
     assert {name: found for name, found in errors.items() if not found < bound} == {}
     assert len(errors) >= FEWEST[kind]
     assert refused >= WRONG_IF_FUSED[kind]
+
+
+def test_a_version_that_the_tests_do_not_pass_with_is_refused_unless_asked_for(monkeypatch):
+    with pytest.raises(UserError, match=r"transformers 5\.24\.0 is not supported") as raised:
+        versions.check_version("5.24.0")
+    assert f"pip install 'transformers{versions.KNOWN}'" in str(raised.value)
+    monkeypatch.setenv(versions.TRY, "5.24.0")
+    versions.check_version("5.24.0")
+    monkeypatch.setattr(metadata, "version", lambda name: "4.57")
+    with pytest.raises(UserError, match=r"transformers 4\.57 is not supported"):
+        importlib.reload(layers)  # checked when layers are imported

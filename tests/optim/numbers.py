@@ -77,3 +77,13 @@ def moment(
 def dequantized(state: torch.Tensor | Moment) -> torch.Tensor:
     """FP32 numbers that a state stands for, on the CPU."""
     return state.dequantize("cpu") if isinstance(state, Moment) else state.float().cpu()
+
+
+def adamw(master, gradient, exp_avg, exp_avg_sq, count: int, group: dict) -> tuple[torch.Tensor, ...]:
+    """Master and moments behind step `count` of AdamW by its definition."""
+    beta1, beta2 = group["betas"]
+    exp_avg = beta1 * exp_avg + (1 - beta1) * gradient
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * gradient.square()
+    denominator = (exp_avg_sq / (1 - beta2**count)).sqrt() + group["eps"]
+    decayed = master * (1 - group["lr"] * group["weight_decay"])
+    return decayed - group["lr"] / (1 - beta1**count) * exp_avg / denominator, exp_avg, exp_avg_sq

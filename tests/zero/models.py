@@ -13,6 +13,8 @@ from torch import nn
 
 import ds_fp8.engine.attach
 import ds_fp8.engine.initialize
+from ds_fp8.casts import quantize
+from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import GROUP, UNSHARDED
 
 CONFIG = {
@@ -32,6 +34,12 @@ CONFIG = {
         "stage3_max_reuse_distance": 0,
     },
 }
+
+
+QUIET = {"monitor": {"every": 0}}
+# Prefetch and reuse as large as they go
+REUSED = {"stage3_prefetch_bucket_size": 10**8, "stage3_max_reuse_distance": 10**8}
+OF_NET = ("recompute", "prepare", "layers", "born_sharded", "sizes", "own", "stock")
 
 
 def config(fp8: dict | None = None, **zero) -> dict:
@@ -127,6 +135,20 @@ def build(
         return initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
 
 
+def engine(fp8: dict | None = None, model=None, changes: dict | None = None, **options):
+    """An engine of a model, or of Net, under CONFIG with `changes`; it measures where `fp8` asks for it.
+
+    fp8: None for BF16. options: those of `build`, and changes to zero_optimization.
+    """
+    of_net = {key: options.pop(key) for key in OF_NET if key in options}
+    section = None if of_net.get("stock") else {"enabled": False} if fp8 is None else QUIET | fp8
+    ds_config = config(section, **options) | (changes or {})
+    if model is None:
+        return build(ds_config, **of_net)
+    initialize = deepspeed.initialize if section is None else ds_fp8.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
+
+
 def batch(step: int, rank: int) -> torch.Tensor:
     """Two rows that count upwards from random starts: quickly learnt, different on every step and rank."""
     start = torch.randint(0, 61, (2, 1), generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -140,15 +162,64 @@ def take_step(engine, loss: torch.Tensor) -> float:
     return loss.item()
 
 
-def train(engine, steps: int, start: int = 0) -> list[float]:
-    """Losses of this rank."""
+def loss_of(engine, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of Net, or of a model of Hugging Face, on rows of tokens."""
+    tokens = tokens.to(engine.device)
+    if hasattr(engine.module, "layers"):
+        return engine(tokens)
+    return engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def train(engine, steps: int, start: int = 0, rows=batch) -> list[float]:
+    """Losses of this rank; `rows` of tokens by the number of a micro-batch and the rank."""
     losses = []
     micro_batches = engine.gradient_accumulation_steps()
-    for step in range(start, start + steps):
-        for micro in range(micro_batches):
-            tokens = batch(step * micro_batches + micro, dist.get_rank()).to(engine.device)
-            losses.append(take_step(engine, engine(tokens)))
+    for number in range(start * micro_batches, (start + steps) * micro_batches):
+        losses.append(take_step(engine, loss_of(engine, rows(number, dist.get_rank()))))
     return losses
+
+
+def fp8_linears(engine) -> dict[str, FP8Linear]:
+    """Linears in FP8 by name."""
+    return {name: m for name, m in engine.module.named_modules() if isinstance(m, FP8Linear)}
+
+
+def gather(weights) -> None:
+    """Let weights be gathered for their modules."""
+    weights = list(weights)
+    weights[0].all_gather_coalesced(weights).wait()
+
+
+def release(weights) -> None:
+    for weight in weights:
+        weight.partition()
+
+
+def bf16_of(parameter) -> torch.Tensor:
+    """The numbers of a parameter that a user sees."""
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def bf16(parameter) -> torch.Tensor:
+    """The same in FP32."""
+    return bf16_of(parameter).float()
+
+
+def masters(engine) -> dict[str, torch.Tensor]:
+    """All FP32 masters, whole."""
+    return {name: full_master(p).cpu() for name, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Tensors of the same names and bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def held(engine) -> list[str]:
+    """Weights that are gathered in FP8 now."""
+    return [name for name, p in engine.module.named_parameters() if getattr(p, UNSHARDED, None) is not None]
 
 
 def same_cast(left, right) -> bool:
@@ -159,20 +230,31 @@ def same_cast(left, right) -> bool:
 
 def unsharded(weights) -> list:
     """What weights are gathered as for their modules: their casts."""
-    weights = list(weights)
-    weights[0].all_gather_coalesced(weights).wait()
+    gather(weights := list(weights))
     found = [getattr(weight, UNSHARDED) for weight in weights]
     for weight in weights:
         assert weight.isnan().all(), "the placeholder must be loud"
         assert weight.untyped_storage().nbytes() == 2
+        assert weight.shape == weight.ds_shape
         weight.partition()
         assert getattr(weight, UNSHARDED) is None
     return found
 
 
+def wrong_casts(engine) -> list[str]:
+    """Weights that are not gathered as the cast of their whole master, or of the BF16 they are frozen at."""
+    linears, expected = fp8_linears(engine), []
+    for linear in linears.values():
+        source = full_master(linear.weight) if linear.weight.requires_grad else bf16(linear.weight)
+        spec = linear.recipe.weight
+        expected.append(quantize(source, spec.format, spec.granularity, spec.scale))
+    found = unsharded(linear.weight for linear in linears.values()) if linears else []
+    return [name for name, one, other in zip(linears, found, expected, strict=True) if not same_cast(one, other)]
+
+
 def full_master(parameter) -> torch.Tensor:
     """The whole FP32 master tensor of a ZeRO-3 parameter, on every rank."""
-    return safe_get_full_fp32_param(parameter)
+    return safe_get_full_fp32_param(parameter).clone()
 
 
 def bf16_weights(engine) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import re
 import warnings
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.preflight import check
 from ds_fp8.zero.deepspeed import optimizer, versions
+from tests.ranks import case, on_ranks
 from tests.zero import models
 
 ROOM = Path(versions.__file__).parent
@@ -37,24 +39,6 @@ def test_private_names_are_read_in_one_folder_alone():
     assert found == []
 
 
-def without_a_replaced_method():
-    """What an engine says of a DeepSpeed in which a method that is replaced has another name."""
-    partition_grads = DeepSpeedZeroOptimizer_Stage3.partition_grads
-    del DeepSpeedZeroOptimizer_Stage3.partition_grads
-    try:
-        models.build(models.config({}))
-    except UserError as error:
-        return str(error)
-    finally:
-        DeepSpeedZeroOptimizer_Stage3.partition_grads = partition_grads
-
-
-def test_a_replaced_method_that_is_missing_is_named_with_the_version(ranks):
-    for said in ranks(2, without_a_replaced_method):
-        assert f"DeepSpeed {deepspeed.__version__} lacks DeepSpeedZeroOptimizer_Stage3.partition_grads" in said
-        assert f"pip install 'deepspeed=={versions.TESTED}'" in said
-
-
 @contextlib.contextmanager
 def renamed(name):
     """Let a method of DeepSpeed's, or an attribute, have another name than this package knows."""
@@ -68,30 +52,34 @@ def renamed(name):
             yield
 
 
-def without(name, versions_of_it):
-    """What engines of these versions say when they are made or step, and whether Init is as before then."""
-    said, partition = [], Init._partition
-    for version in versions_of_it:
-        with renamed(name), mock.patch.object(deepspeed, "__version__", version):
-            engine = None
-            try:
-                engine = models.build(models.config({}))
-                models.train(engine, 1)
-            except (UserError, AttributeError) as error:
-                said.append(f"{type(error).__name__}: {error}")
-        if engine is not None:
-            engine.destroy()
-    return *said, Init._partition is partition
+def said_without(name, version):
+    """What an engine of a version of DeepSpeed raises when it is made or steps, and whether Init is as before then."""
+    partition, engine, error = Init._partition, None, None
+    with renamed(name), mock.patch.object(deepspeed, "__version__", version):
+        try:
+            engine = models.engine({})
+            models.train(engine, 1)
+        except (UserError, AttributeError) as raised:
+            error = raised
+    if engine is not None:
+        engine.destroy()
+    return error, Init._partition is partition
 
 
-@pytest.mark.parametrize("name", ["_pre_step", "_grad_partitions"])
-@pytest.mark.filterwarnings("ignore:DeepSpeed 0.19.9")
-def test_a_private_name_that_is_missing_is_named_with_the_version(ranks, name):
-    for newer, tested, restored in ranks(2, without, name, ["0.19.9", versions.TESTED]):
-        assert re.match(rf"(?s)UserError: .*DeepSpeed 0\.19\.9 lacks .*{name}", newer)
-        assert f"pip install 'deepspeed=={versions.TESTED}'" in newer
-        assert tested.startswith("AttributeError")  # a fault of this package
-        assert restored
+@on_ranks(2)
+def test_a_name_that_is_missing_is_named_with_the_version():
+    """One of the replaced methods, or a private one of a newer version; of the tested one it is a fault here."""
+    warnings.simplefilter("ignore")  # of a newer version
+    for name, version in product(("partition_grads", "_pre_step", "_grad_partitions"), ("0.19.9", versions.TESTED)):
+        error, restored = said_without(name, version)
+        with case((name, version)):
+            assert restored
+            if version == versions.TESTED and name.startswith("_"):
+                assert type(error) is AttributeError
+            else:
+                assert type(error) is UserError
+                assert re.search(rf"(?s)DeepSpeed {re.escape(version)} lacks .*{name}", str(error))
+                assert f"pip install 'deepspeed=={versions.TESTED}'" in str(error)
 
 
 def test_the_project_asks_for_the_supported_versions():

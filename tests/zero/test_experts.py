@@ -8,15 +8,18 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 import ds_fp8
 from ds_fp8.casts import quantize
 from ds_fp8.layers.experts.experts import FP8Experts
-from ds_fp8.layers.linear.weights import UNSHARDED
 from tests.layers.hugging_face import SIZES
 from tests.layers.moe import EXPERTS, mixture
+from tests.ranks import case, on_ranks
 from tests.zero import models
-from tests.zero.test_training import QUIET
+from tests.zero.models import QUIET
 
 LENGTH = 32
 
@@ -35,7 +38,7 @@ def experts_of(engine):
     return {
         f"{name}.{own}": weight
         for name, module in engine.module.named_modules()
-        if "experts" in name.split(".")[-1:] and name.endswith(".experts")
+        if name.endswith(".experts")
         for own, weight in module.named_parameters(recurse=False)
     }
 
@@ -49,48 +52,34 @@ def batch(step, rank, rows=2):
 
 def train(engine, steps, start=0):
     """Losses, averaged over the ranks."""
-    losses = []
-    for step in range(start, start + steps):
-        ids = batch(step, dist.get_rank()).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().float().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / dist.get_world_size())
-    return losses
+    mean = torch.tensor(models.train(engine, steps, start, batch), dtype=torch.float64)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist()
 
 
 def gathered_against_whole(architecture, steps):
     """By weight: whether what is gathered is the cast of the whole master, and of each expert alone, bit for bit."""
-    engine = engine_of(architecture, {})
+    engine, result = engine_of(architecture, {}), {}
     train(engine, steps)
-    result = {}
     for name, weight in experts_of(engine).items():
         master = models.full_master(weight)
         whole = quantize(master.flatten(0, 1), "e4m3", "128x128")
         alone = torch.cat([quantize(expert, "e4m3", "128x128").data.view(torch.uint8) for expert in master])
-        weight.all_gather_coalesced([weight]).wait()
-        ours = getattr(weight, UNSHARDED)
+        (ours,) = models.unsharded([weight])
         codes = ours.data.view(torch.uint8)
-        assert weight.isnan().all()
-        assert weight.shape == master.shape
-        assert weight.untyped_storage().nbytes() == 2
         result[name] = (
             torch.equal(codes, whole.data.view(torch.uint8)),
             torch.equal(codes, alone),
             torch.equal(ours.scale, whole.scale),
         )
-        weight.partition()
-        assert getattr(weight, UNSHARDED) is None
     return result
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_gathered_experts_are_the_cast_of_the_whole(ranks, world):
-    for result in ranks(world, gathered_against_whole, "qwen3_moe", 2):
-        assert len(result) == 4
-        assert set(result.values()) == {(True, True, True)}
+@on_ranks(1, 3)
+def test_gathered_experts_are_the_cast_of_the_whole():
+    result = gathered_against_whole("qwen3_moe", 2)
+    assert len(result) == 4
+    assert set(result.values()) == {(True, True, True)}
 
 
 def adapt(model):
@@ -116,46 +105,42 @@ def trained(architecture, section, steps, prepare=None, stage=3):
         dist.broadcast(first, 0)
         apart = max(apart, (first.float() - weight.float()).abs().max().item())
     count = sum(isinstance(module, FP8Experts) for module in engine.module.modules())
+    engine.destroy()
     return losses, count, apart
 
 
+IN_FP8, DECODED = ({"linear": {"expert_products": products}} for products in ("fp8", "bf16"))
 ARCHITECTURES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_mixtures_train_as_bf16_does(ranks, baseline, architecture):
-    bf16 = baseline(2, trained, architecture, {"enabled": False}, 4)[0][0]
-    decoded = ranks(2, trained, architecture, {}, 4)[0]
-    runs = [decoded]
-    if architecture in ("qwen3_moe", "deepseek_v3"):
-        runs.append(ranks(2, trained, architecture, {"linear": {"expert_products": "fp8"}}, 4)[0])
-        assert runs[1][0] != decoded[0]
-    for losses, modules, apart in runs:
-        assert losses == pytest.approx(bf16, rel=0.02)
-        assert losses != bf16
-        assert modules == (1 if architecture == "deepseek_v3" else 2)
-        assert apart == 0
-
-
-@pytest.mark.parametrize(("architecture", "world"), [("qwen3_moe", 1), ("deepseek_v3", 2), ("mixtral", 2)])
-def test_adapters_on_experts_train_as_bf16_does(ranks, architecture, world):
+@pytest.mark.parametrize(
+    ("world", "architecture", "prepare"),
+    [
+        *((2, name, None) for name in ARCHITECTURES),
+        *((1 if name == "qwen3_moe" else 2, name, adapt) for name in ("qwen3_moe", "deepseek_v3", "mixtral")),
+    ],
+)
+@on_ranks()
+def test_mixtures_and_adapters_on_their_experts_train_as_bf16_does(architecture, prepare):
     # Stage 2: under ZeRO-3 stock DeepSpeed loses its trace in DeepSeek-V3 with an adapter on the router.
-    bf16 = ranks(world, trained, architecture, {"enabled": False}, 4, adapt, 2)
-    for products in ("fp8", "bf16"):
-        fp8 = ranks(world, trained, architecture, {"linear": {"expert_products": products}}, 4, adapt)
-        assert fp8[0][0] == pytest.approx(bf16[0][0], rel=0.02)
-        assert fp8[0][0] != bf16[0][0]
-        assert fp8[0][1] == (1 if architecture == "deepseek_v3" else 2)
-        assert fp8[0][2] == 0
+    bf16, found = trained(architecture, {"enabled": False}, 3, prepare, 3 if prepare is None else 2)[0], []
+    both = prepare is not None or architecture in ("qwen3_moe", "deepseek_v3")
+    for section in (DECODED, IN_FP8) if both else ({},):
+        losses, modules, apart = trained(architecture, section, 3, prepare)
+        with case(section):
+            assert losses == pytest.approx(bf16, rel=0.02)
+            assert losses != bf16
+            assert losses not in found
+            assert modules == (1 if architecture == "deepseek_v3" else 2)
+            assert apart == 0
+        found.append(losses)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_mixtures_end_within_one_percent_of_bf16(ranks, architecture, world):
-    fp8 = ranks(world, trained, architecture, {}, 50)[0][0]
-    bf16 = ranks(world, trained, architecture, {"enabled": False}, 50)[0][0]
-    print(f"{architecture}, {world} ranks: BF16 {bf16[0]:.4f} -> {bf16[-1]:.4f}, FP8 {fp8[0]:.4f} -> {fp8[-1]:.4f}")
+@on_ranks(2, 3)
+def test_mixtures_end_within_one_percent_of_bf16(architecture):
+    fp8, bf16 = (trained(architecture, section, 50)[0] for section in ({}, {"enabled": False}))
     assert bf16[-1] < bf16[0] / 2
     assert sum(fp8[-5:]) == pytest.approx(sum(bf16[-5:]), rel=0.01)
 
@@ -192,10 +177,11 @@ def route(model, reached, keep):
         layer.mlp.forward = forward.__get__(layer.mlp)
 
 
-ROUTING = {
-    "different empty experts": ([(0, 1), (2, 1), (3, 2)], [True, True, True]),
-    "a rank without tokens": ([(0, 1), (2, 1), (3, 2)], [True, False, True]),
-    "no tokens anywhere": ([(0, 1), (2, 1), (3, 2)], [False, False, False]),
+REACHED = [(0, 1), (2, 1), (3, 2)]
+ROUTING = {  # whether a rank keeps its tokens
+    "different empty experts": [True, True, True],
+    "a rank without tokens": [True, False, True],
+    "no tokens anywhere": [False, False, False],
 }
 
 
@@ -206,8 +192,7 @@ def gradients(section, routing, implementation, recompute, accumulate, steps, ze
         decoded_beforehand(model)
         model.config._experts_implementation = implementation
         if routing is not None:
-            reached, keep = ROUTING[routing]
-            route(model, reached[dist.get_rank()], keep[dist.get_rank()])
+            route(model, REACHED[dist.get_rank()], ROUTING[routing][dist.get_rank()])
         if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
         if adapted:
@@ -216,33 +201,34 @@ def gradients(section, routing, implementation, recompute, accumulate, steps, ze
     engine = engine_of("qwen3_moe", section, prepare, accumulate=accumulate, **zero)
     result = {}
     for step in range(steps * accumulate):
-        ids = batch(step, dist.get_rank()).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = models.loss_of(engine, batch(step, dist.get_rank()))
         engine.backward(loss)
         if step + 1 == accumulate:
             named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
             result = {name: safe_get_full_grad(parameter).clone() for name, parameter in named}
         engine.step()
         assert loss.isfinite()
-    held = [p for p in engine.module.parameters() if getattr(p, UNSHARDED, None) is not None]
-    assert not held, "a gathered weight was not released"
+    assert models.held(engine) == [], "a gathered weight was not released"
+    engine.destroy()
     return result
 
 
 PREFETCH = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_reuse_distance": 10**6}
 PERSISTENT = {**PREFETCH, "stage3_param_persistence_threshold": 20000}
-SITUATIONS = {
-    "different empty experts": ("different empty experts", "grouped_mm", None, 1, {}),
-    "different empty experts in a loop": ("different empty experts", "eager", None, 1, PREFETCH),
-    "a rank without tokens": ("a rank without tokens", "grouped_mm", None, 1, {}),
-    "a rank without tokens in a loop": ("a rank without tokens", "eager", None, 1, PREFETCH),
-    "no tokens anywhere": ("no tokens anywhere", "grouped_mm", None, 1, {}),
-    "recomputed": (None, "grouped_mm", "not reentrant", 1, {}),
-    "recomputed by reentrant checkpoints": (None, "eager", "reentrant", 1, {}),
-    "recomputed without tokens": ("a rank without tokens", "grouped_mm", "not reentrant", 1, PREFETCH),
-    "accumulated": (None, "grouped_mm", None, 2, PREFETCH),
-    "persistent parameters": ("different empty experts", "eager", None, 1, PERSISTENT),
-}
+# Ranks, routing, micro-batches, and ways to compute that have the gradients of one run in BF16: implementation,
+# recomputation, changes of ZeRO, whether also with adapters
+LOOP = ("eager", None, PREFETCH)
+SITUATIONS = [
+    (
+        (2, "different empty experts", 1),
+        [("grouped_mm", None, {}, True), (*LOOP, False), ("eager", None, PERSISTENT, True)],
+    ),
+    ((3, "a rank without tokens", 1), [("grouped_mm", None, {}, False), (*LOOP, True)]),
+    ((2, "a rank without tokens", 1), [("grouped_mm", "not reentrant", PREFETCH, True)]),
+    ((2, "no tokens anywhere", 1), [("grouped_mm", None, {}, False)]),
+    ((2, None, 1), [("grouped_mm", "not reentrant", {}, False), ("eager", "reentrant", {}, True)]),
+    ((2, None, 2), [("grouped_mm", None, PREFETCH, True)]),
+]
 
 
 # Relative: of the few tokens of an expert some CPUs sum products in another order than of many, and round a few
@@ -250,226 +236,183 @@ SITUATIONS = {
 ROUNDED = 1e-4
 
 
-def compare(ours, expected, exactly=False, bound=0.02):
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            if exactly:
-                assert torch.equal(mine[name], gradient), name
-            else:  # the sums of a loop over the experts are rounded elsewhere
-                assert (mine[name] - gradient).norm() <= bound * gradient.norm(), name
+def compare(ours, expected, bound):
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if not bound:
+            assert torch.equal(ours[name], gradient), name
+        else:  # the sums of a loop over the experts are rounded elsewhere
+            assert (ours[name] - gradient).norm() <= bound * gradient.norm(), name
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_gradients_are_those_of_the_decoded_weights(ranks, baseline, situation):
-    routing, implementation, recompute, accumulate, zero = SITUATIONS[situation]
-    world = 3 if "rank" in situation else 2
-    ours = ranks(world, gradients, EXACT, routing, implementation, recompute, accumulate, 3, zero)
+@pytest.mark.parametrize(("world", "routing", "accumulate", "ways"), [(*run, ways) for run, ways in SITUATIONS])
+@on_ranks()
+def test_gradients_are_those_of_the_decoded_weights(routing, accumulate, ways):
+    """Also those of adapters beside them."""
     # Without recomputation and loops: in BF16 DeepSpeed does hang with some of them.
-    expected = baseline(world, gradients, {"enabled": False}, routing, "grouped_mm", None, accumulate, 1, {})
-    compare(ours, expected, exactly=implementation == "grouped_mm")
-    experts = {name: g for name, g in ours[0].items() if "experts" in name}
-    assert len(experts) == 4
-    if routing is not None:
-        reached, keep = ROUTING[routing]
-        chosen = {expert for rank in range(world) if keep[rank] for expert in reached[rank]}
-        for gradient in experts.values():
-            assert [bool(part.any()) for part in gradient] == [expert in chosen for expert in range(EXPERTS)]
+    expected = {
+        adapted: gradients({"enabled": False}, routing, "grouped_mm", None, accumulate, 1, {}, adapted)
+        for adapted in {False} | {adapted for *_, adapted in ways}
+    }
+    for implementation, recompute, zero, with_adapters in ways:
+        for adapted in [False, True][: 1 + with_adapters]:
+            with case((implementation, recompute, zero, adapted)):
+                ours = gradients(EXACT, routing, implementation, recompute, accumulate, 2, zero, adapted)
+                exact = ROUNDED if adapted else 0
+                compare(ours, expected[adapted], exact if implementation == "grouped_mm" else 0.02)
+                experts = {name: gradient for name, gradient in ours.items() if "experts" in name}
+                assert len(experts) == (8 if adapted else 4)
+                if routing is not None and not adapted:
+                    kept = ROUTING[routing][: dist.get_world_size()]
+                    chosen = {expert for pair, keep in zip(REACHED, kept, strict=False) if keep for expert in pair}
+                    for gradient in experts.values():
+                        assert [bool(part.any()) for part in gradient] == [e in chosen for e in range(EXPERTS)]
 
 
-@pytest.mark.parametrize(
-    "situation",
-    [
-        "different empty experts",
-        "a rank without tokens in a loop",
-        "recomputed by reentrant checkpoints",
-        "recomputed without tokens",
-        "accumulated",
-        "persistent parameters",
-    ],
-)
-def test_gradients_of_adapters_are_those_beside_the_decoded_weights(ranks, baseline, situation):
-    routing, implementation, recompute, accumulate, zero = SITUATIONS[situation]
-    world = 3 if "rank" in situation else 2
-    ours = ranks(world, gradients, EXACT, routing, implementation, recompute, accumulate, 3, zero, True)
-    expected = baseline(world, gradients, {"enabled": False}, routing, "grouped_mm", None, accumulate, 1, {}, True)
-    compare(ours, expected, bound=ROUNDED if implementation == "grouped_mm" else 0.02)
-    assert sum("experts" in name for name in ours[0]) == 8
+@on_ranks(2)
+def test_traces_that_never_complete_hang_nothing():
+    """Every other step calls the modules in another order."""
+
+    def losses_of(section):
+        def prepare(model):
+            model.config._experts_implementation = "eager"
+
+        engine, losses = engine_of("qwen3_moe", section, prepare, **PERSISTENT), []
+        for step in range(5):
+            if step % 2:
+                engine.eval()
+                with torch.no_grad():
+                    engine.module.model(input_ids=batch(step, dist.get_rank()))
+                engine.train()
+            losses += models.train(engine, 1, step, batch)
+        return losses
+
+    assert losses_of({}) == pytest.approx(losses_of({"enabled": False}), rel=0.02)
 
 
-def changing_traces(section, steps):
-    """Losses of a run in which every other step calls the modules in another order, so that no trace completes."""
-
-    def prepare(model):
-        model.config._experts_implementation = "eager"
-
-    engine = engine_of("qwen3_moe", section, prepare, **PERSISTENT)
-    losses = []
-    for step in range(steps):
-        if step % 2:
-            engine.eval()
-            with torch.no_grad():
-                engine.module.model(input_ids=batch(step, dist.get_rank()))
-            engine.train()
-        ids = batch(step, dist.get_rank()).to(engine.device)
-        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss))
-    return losses
+@on_ranks(3)
+def test_experts_take_half_the_bytes():
+    sent, changes = [], {"moe_intermediate_size": 1024, "tie_word_embeddings": True}
+    for section in ({}, {"enabled": False}):
+        engine = engine_of("qwen3_moe", section, changes=changes)
+        train(engine, 1)
+        engine.fp8.wire.take()
+        train(engine, 1, start=1)
+        sent.append(engine.fp8.wire.take()["all_gather_bytes"])
+        experts = sum(weight.ds_numel for weight in experts_of(engine).values())
+        assert experts > 0.95 * sum(p.ds_numel for p in engine.module.parameters())
+    assert sent[0] <= 0.53 * sent[1]
 
 
-def test_traces_that_never_complete_hang_nothing(ranks):
-    ours = ranks(2, changing_traces, {}, 6)
-    expected = ranks(2, changing_traces, {"enabled": False}, 6)
-    assert ours[0] == pytest.approx(expected[0], rel=0.02)
-
-
-def bytes_gathered(section):
-    """(bytes sent for parameters by a rank in a step, elements of experts, elements of all)."""
-    engine = engine_of("qwen3_moe", section, changes={"moe_intermediate_size": 1024, "tie_word_embeddings": True})
-    train(engine, 1)
-    engine.fp8.wire.take()
-    train(engine, 1, start=1)
-    experts = sum(weight.ds_numel for weight in experts_of(engine).values())
-    return engine.fp8.wire.take()["all_gather_bytes"], experts, sum(p.ds_numel for p in engine.module.parameters())
-
-
-def test_experts_take_half_the_bytes(ranks):
-    fp8, experts, total = ranks(3, bytes_gathered, {})[0]
-    bf16, *_ = ranks(3, bytes_gathered, {"enabled": False})[0]
-    assert experts > 0.95 * total
-    assert fp8 <= 0.53 * bf16
-
-
-def lora_steps(section):
-    """Losses of LoRA on attention; bytes sent by a forward and backward, and by a step; what the experts have."""
-    model = mixture("qwen3_moe", moe_intermediate_size=512)
-    torch.manual_seed(1)
-    model = get_peft_model(
-        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    ).bfloat16()
-    config = models.config({**QUIET, **section}, stage3_param_persistence_threshold=2000)
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    losses = train(engine, 2)
-    ids = batch(2, 0)
-    engine.fp8.wire.take()
-    loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-    engine.backward(loss)
-    computed = engine.fp8.wire.take()
-    engine.step()
-    stepped = engine.fp8.wire.take()
-    experts = experts_of(engine)
-    assert all(weight.grad is None and not weight.requires_grad for weight in experts.values())
-    learning = sum(p.ds_numel for p in engine.module.parameters() if p.requires_grad)
-    return losses, computed, stepped, sum(weight.ds_numel for weight in experts.values()), learning
-
-
-def test_lora_beside_frozen_experts_gathers_a_byte_and_sends_no_gradient_of_them(ranks):
-    losses, computed, stepped, experts, learning = ranks(2, lora_steps, {})[0]
-    bf16, computed_in_bf16, *_ = ranks(2, lora_steps, {"enabled": False})[0]
+@on_ranks(2)
+def test_lora_beside_frozen_experts_gathers_a_byte_and_sends_no_gradient_of_them():
+    lora, found = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False), []
+    for section in ({}, None):
+        torch.manual_seed(1)
+        model = get_peft_model(mixture("qwen3_moe", moe_intermediate_size=512), lora).bfloat16()
+        engine = models.engine(section, model, stage3_param_persistence_threshold=2000)
+        losses = train(engine, 2)
+        engine.fp8.wire.take()
+        engine.backward(models.loss_of(engine, batch(2, 0)))
+        computed = engine.fp8.wire.take()
+        engine.step()
+        found.append((losses, computed, engine.fp8.wire.take()))
+        experts = experts_of(engine)
+        assert all(weight.grad is None and not weight.requires_grad for weight in experts.values())
+        learning = sum(p.ds_numel for p in engine.module.parameters() if p.requires_grad)
+        numel = sum(weight.ds_numel for weight in experts.values())
+    (losses, computed, stepped), (bf16, computed_in_bf16, _) = found
     assert losses == pytest.approx(bf16, rel=0.02)
-    assert experts <= computed["all_gather_bytes"] <= 0.55 * computed_in_bf16["all_gather_bytes"]
+    assert numel <= computed["all_gather_bytes"] <= 0.55 * computed_in_bf16["all_gather_bytes"]
     assert computed["grad_bytes"] <= 4 * learning
     assert stepped["all_gather_bytes"] <= 4 * learning
 
 
-def stopped_and_resumed(folder, section, prepare):
-    """Losses of 4 steps, and of the last 2 by an engine that begins with a checkpoint; whether weights agree."""
-    engine = engine_of("qwen3_moe", section, prepare)
+@pytest.mark.parametrize(("world", "section", "prepare"), [(3, {}, None), (1, IN_FP8, adapt), (2, IN_FP8, adapt)])
+@on_ranks()
+def test_a_resumed_run_is_the_run_that_did_not_stop(section, prepare, tmp_path):
+    engine, resumed = (engine_of("qwen3_moe", section, prepare) for _ in range(2))
     train(engine, 2)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(str(tmp_path))
     losses = train(engine, 2, start=2)
-    weights = models.bf16_weights(engine)
-    engine.destroy()
-    resumed = engine_of("qwen3_moe", section, prepare)
-    resumed.load_checkpoint(folder)
-    again = train(resumed, 2, start=2)
-    return losses, again, all(torch.equal(weights[name], w) for name, w in models.bf16_weights(resumed).items())
+    resumed.load_checkpoint(str(tmp_path))
+    assert train(resumed, 2, start=2) == losses
+    models.assert_same(models.bf16_weights(resumed), models.bf16_weights(engine))
 
 
-RESUMED = {
-    "three ranks": (3, {}, None),
-    "one rank, adapters": (1, {"linear": {"expert_products": "fp8"}}, adapt),
-    "two ranks, adapters": (2, {"linear": {"expert_products": "fp8"}}, adapt),
-}
+@on_ranks(2)
+def test_experts_of_one_layer_go_on_in_bf16():
+    """Also below adapters."""
+    for prepare in (None, adapt):
+        engine = engine_of("qwen3_moe", {}, prepare)
+        losses = train(engine, 2)
+        engine.fp8.health.move_to_bf16(
+            [next(name for name, m in engine.module.named_modules() if isinstance(m, FP8Experts))]
+        )
+        losses += train(engine, 1, start=2)
+        assert losses == pytest.approx(trained("qwen3_moe", {"enabled": False}, 3, prepare)[0], rel=0.02)
+        if prepare is None:
+            assert {name: engine.fp8.weights.in_fp8(weight) for name, weight in experts_of(engine).items()} == {
+                f"model.layers.{layer}.mlp.experts.{name}": layer == 1
+                for layer in (0, 1)
+                for name in ("gate_up_proj", "down_proj")
+            }
 
 
-@pytest.mark.parametrize("case", RESUMED)
-def test_a_resumed_run_is_the_run_that_did_not_stop(ranks, case, tmp_path):
-    world, section, prepare = RESUMED[case]
-    for losses, again, same in ranks(world, stopped_and_resumed, str(tmp_path), section, prepare):
-        assert losses == again
-        assert same
-
-
-def moved_to_bf16(prepare=None):
-    """Losses before and after the experts of one layer went back to BF16, and what is gathered in FP8 then."""
-    engine = engine_of("qwen3_moe", {}, prepare)
-    losses = train(engine, 2)
-    engine.fp8.health.move_to_bf16(
-        [next(name for name, m in engine.module.named_modules() if isinstance(m, FP8Experts))]
-    )
-    losses += train(engine, 2, start=2)
-    gather = engine.fp8.weights
-    return losses, {name: gather.in_fp8(weight) for name, weight in experts_of(engine).items()}
-
-
-def test_experts_of_one_layer_go_on_in_bf16(ranks, baseline):
-    losses, gathered = ranks(2, moved_to_bf16)[0]
-    assert losses == pytest.approx(baseline(2, trained, "qwen3_moe", {"enabled": False}, 4)[0][0], rel=0.02)
-    assert gathered == {
-        f"model.layers.{layer}.mlp.experts.{name}": layer == 1
-        for layer in (0, 1)
-        for name in ("gate_up_proj", "down_proj")
-    }
-
-
-def test_experts_below_adapters_go_on_in_bf16(ranks):
-    losses, _ = ranks(2, moved_to_bf16, adapt)[0]
-    assert losses == pytest.approx(ranks(2, trained, "qwen3_moe", {"enabled": False}, 4, adapt)[0][0], rel=0.02)
-
-
-def saved_adapters(folder, section):
-    """Largest difference of PEFT's logits alone, with and without adapters, to those of experts in FP8 after steps."""
-    model = mixture("qwen3_moe")
+@on_ranks(2)
+def test_peft_alone_loads_adapters_of_experts(tmp_path):
+    """Its logits, with and without adapters, are those of experts in FP8 after steps."""
+    model, alone = (mixture("qwen3_moe") for _ in range(2))
     decoded_beforehand(model)
+    decoded_beforehand(alone)
     torch.manual_seed(1)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora)
-    in_bf16(model)
+    in_bf16(model := get_peft_model(model, lora))
     parameters = [p for p in model.parameters() if p.requires_grad]
-    engine = ds_fp8.initialize(model=model, model_parameters=parameters, config=models.config({**QUIET, **section}))[0]
+    engine = ds_fp8.initialize(model=model, model_parameters=parameters, config=models.config({**QUIET, **EXACT}))[0]
     train(engine, 2)
     with deepspeed.zero.GatheredParameters(parameters):
         if dist.get_rank() == 0:
-            engine.module.save_pretrained(folder)
+            engine.module.save_pretrained(tmp_path)
     dist.barrier()
-    plain = mixture("qwen3_moe")
-    decoded_beforehand(plain)
-    alone = PeftModel.from_pretrained(plain, folder, autocast_adapter_dtype=False).eval()
-    ids, found = batch(9, 0).to(engine.device), []
+    alone, ids = PeftModel.from_pretrained(alone, tmp_path, autocast_adapter_dtype=False).eval(), batch(9, 0)
     engine.eval()
-    with torch.no_grad():
-        for context in (nullcontext, PeftModel.disable_adapter):
-            with context(engine.module), context(alone):
-                ours, theirs = (one(input_ids=ids, use_cache=False).logits for one in (engine, alone.to(engine.device)))
-                found.append((ours - theirs).abs().max().item())
-    return found
+    for context in (nullcontext, PeftModel.disable_adapter):
+        with torch.no_grad(), context(engine.module), context(alone):
+            assert torch.equal(*(one(input_ids=ids, use_cache=False).logits for one in (engine, alone)))
 
 
-def test_peft_alone_loads_adapters_of_experts(ranks, tmp_path):
-    assert ranks(2, saved_adapters, str(tmp_path), EXACT)[0] == [0, 0]
-
-
-def measured():
-    """The figures of the experts' casts in a measured step."""
+@on_ranks(2)
+def test_the_monitor_measures_their_weights_and_gradients():
     engine = engine_of("qwen3_moe", {"monitor": {"every": 1}})
     train(engine, 1)
-    return engine.fp8.health.last.measurement
-
-
-def test_the_monitor_measures_their_weights_and_gradients(ranks):
-    figures = ranks(2, measured)[0]
-    for layer in (0, 1):
-        site = f"model.layers.{layer}.mlp.experts"
-        for tensor_class in ("weight", "grad_weight"):
-            assert figures[tensor_class][site].snr_db > 20
+    figures = engine.fp8.health.last.measurement
+    for site in ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"):
+        assert all(figures[tensor_class][site].snr_db > 20 for tensor_class in ("weight", "grad_weight"))
         assert site not in figures["input"]
+
+
+@pytest.mark.parametrize("most", ["5GB", "200KB"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@on_ranks(2)
+def test_experts_of_files_that_name_every_expert_are_loaded_under_zero_init(tmp_path, architecture, most):
+    stored = mixture(architecture)
+    if dist.get_rank() == 0:
+        stored.save_pretrained(tmp_path, max_shard_size=most)
+    dist.barrier()
+    files = list(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (most == "200KB")
+    gates = [
+        name
+        for file in files
+        for name in load_file(file)
+        if "layers.1" in name and ".experts." in name and name.endswith(("w1.weight", "gate_proj.weight"))
+    ]
+    assert len(gates) == EXPERTS, "the files do not name every expert"
+    partitioned = HfDeepSpeedConfig(models.config(QUIET))  # while it lives from_pretrained makes models under zero.Init
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    del partitioned
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+    masters = {name: models.full_master(weight) for name, weight in experts_of(models.engine({}, model)).items()}
+    assert len(masters) == (2 if architecture == "deepseek_v3" else 4)
+    models.assert_same(masters, {name: p.float() for name, p in stored.named_parameters() if name in masters})

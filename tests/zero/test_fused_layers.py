@@ -1,74 +1,97 @@
-"""Fused decoder layers of a Hugging Face model under ZeRO-3, on real ranks."""
+"""Fused decoder layers of Hugging Face models under ZeRO-3, on real ranks: whole, in tiles of tokens, with a cache."""
 
+import contextlib
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
 
-import ds_fp8
 from ds_fp8.layers.linear import weights
 from ds_fp8.zero.collectives import AllGather
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.layers.test_tiled_mlp import ROUNDED
+from tests.ranks import case, on_ranks
 from tests.zero import models
-from tests.zero.test_training import QUIET
 
-STEPS = 4
+STEPS = 3
 # A prefetch that ends between q (65,536 elements), k and v, and between gate and up (98,304)
 MIDDLE = {"stage3_prefetch_bucket_size": 70_000, "stage3_max_reuse_distance": 0}
 
 
-def train(section, world):
-    """(losses, largest differences between a BF16 weight and that of rank 0's, what was seen) of a tiny Qwen2."""
-    model = causal_lm("qwen2")
-    config = models.config({**QUIET, **section})
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    views, stacked = [], weights._stacked
+def rows(step, rank):
+    """Two rows of this rank, by the number of a step."""
+    return tokens(2 * dist.get_world_size(), 16).roll(step, 1)[2 * rank :][:2]
+
+
+@contextlib.contextmanager
+def stacks_seen():
+    """Count stacked weights by whether they are views, outlier blocks, and fetches of a part of a product."""
+    seen, stacked, extend, take = Counter(), weights._stacked, weights.extend_weight, AllGather.allocate
 
     def watched(parts):
         result = stacked(parts)
-        views.append(result.data_ptr() == parts[0].data_ptr())
+        seen["view" if result.data_ptr() == parts[0].data_ptr() else "copy"] += 1
         return result
 
-    weights._stacked = watched
-    losses = []
-    for step in range(STEPS):
-        ids = tokens(2 * world, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
-        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
-    weights._stacked = stacked
-    engine.eval()
-    with torch.no_grad():
-        logits = engine(input_ids=tokens(1, 9)).logits.float()
-        generated = engine.module.generate(tokens(1, 9), max_new_tokens=2, do_sample=False, synced_gpus=True)
-    report = engine.fp8.report
-    held = [p for p in engine.module.parameters() if getattr(p, weights.UNSHARDED, None) is not None]
-    return losses, models.bf16_weights(engine), (views, report.get("fused_layers"), logits, generated, len(held))
+    def extended(*arguments):
+        seen["block"] += 1
+        return extend(*arguments)
+
+    def taken(gather, stack, *arguments):
+        seen["parted"] += len(stack) < len(gather._product[stack[0]])
+        return take(gather, stack, *arguments)
+
+    with (
+        mock.patch.object(weights, "_stacked", watched),
+        mock.patch.object(weights, "extend_weight", extended),
+        mock.patch.object(AllGather, "allocate", taken),
+    ):
+        yield seen
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_fused_layers_train_as_bf16_does(ranks, baseline, world):
-    fp8 = ranks(world, train, {}, world)
-    bf16 = baseline(world, train, {"enabled": False}, world)
-    assert bf16[0][0][-1] < bf16[0][0][0]
-    for (losses, trained, seen), (expected, *_) in zip(fp8, bf16, strict=True):
-        assert losses != expected
-        assert losses == pytest.approx(expected, rel=0.02)
-        views, fused_layers, logits, generated, held = seen
-        assert fused_layers == 2
-        assert held == 0, "a gathered weight was not released"
-        assert generated.shape == (1, 11)
-        for name, weight in trained.items():
-            assert torch.equal(weight, fp8[0][1][name]), name
-        assert torch.equal(logits, fp8[0][2][2])
-        # 256 x 256, 128 x 256 and 384 x 256 elements divide by 2 ranks and not by 3: then padding lies between shards
-        assert all(views), "q, k, v and gate, up are copied, though their shards lie side by side"
+@on_ranks(2, 3)
+def test_fused_layers_train_as_bf16_does():
+    """On 3 ranks 256 x 256, 128 x 256 and 384 x 256 elements have padding between shards."""
+    bf16 = models.train(models.engine(None, causal_lm("qwen2")), STEPS, rows=rows)
+    assert bf16[-1] < bf16[0]
+    for preset in ("infir2", "hybrid_fast", "rowwise", "tensorwise")[: 4 if dist.get_world_size() == 2 else 1]:
+        engine = models.engine({"preset": preset}, causal_lm("qwen2"))
+        with case(preset), stacks_seen() as seen:
+            losses = models.train(engine, STEPS, rows=rows)
+            assert losses != bf16
+            assert losses == pytest.approx(bf16, rel=0.02)
+            if preset == "infir2":
+                assert (engine.fp8.report["fused_layers"], seen["copy"], seen["view"] > 0) == (2, 0, True)
+                engine.eval()
+                with torch.no_grad():
+                    logits = engine(input_ids=tokens(1, 9)).logits.float()
+                    found = engine.module.generate(tokens(1, 9), max_new_tokens=2, do_sample=False, synced_gpus=True)
+                assert found.shape == (1, 11)
+                assert models.held(engine) == [], "a gathered weight was not released"
+                for ours in (logits, *models.bf16_weights(engine).values()):
+                    first = ours.clone()
+                    dist.broadcast(first, 0)
+                    assert torch.equal(ours, first)
+        engine.destroy()
 
 
-@pytest.mark.parametrize("preset", ["hybrid_fast", "rowwise", "tensorwise"])
-def test_other_presets(ranks, baseline, preset):
-    losses = ranks(2, train, {"preset": preset}, 2)[0][0]
-    assert losses == pytest.approx(baseline(2, train, {"enabled": False}, 2)[0][0], rel=0.02)
+@pytest.mark.parametrize("preset", ["infir2", "precise"])
+@on_ranks(2)
+def test_what_a_prefetch_parts_is_one_operand(preset):
+    found = []
+    for zero in ({}, MIDDLE):
+        engine = models.engine({"preset": preset}, causal_lm("qwen2"), **zero)
+        with stacks_seen() as seen:
+            losses = models.train(engine, STEPS, rows=rows)
+            seen["block"] = 0  # of forward, in the last step
+            losses += models.train(engine, 1, STEPS, rows=rows)
+        assert (seen["copy"], seen["view"] > 0, seen["block"], models.held(engine)) == (0, True, 0, [])
+        found.append(losses)
+    assert seen["parted"] > 0
+    assert found[0] == found[1]
 
 
 class Caller(torch.nn.Module):
@@ -84,142 +107,149 @@ class Caller(torch.nn.Module):
         return self.layer(hidden_states, **options)
 
 
-def train_called(by_name, frozen):
-    """Losses and weights after three steps, and the number of fused layers."""
-    model = causal_lm("qwen2")
-    model.model.layers = torch.nn.ModuleList(Caller(layer, by_name) for layer in model.model.layers)
-    model.model.embed_tokens.requires_grad_(not frozen)
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=models.config(QUIET))[0]
-    losses = []
-    for step in range(3):
-        ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
-        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
-    return losses, models.bf16_weights(engine), engine.fp8.report["fused_layers"]
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_layers_may_be_called_with_their_input_by_name(ranks, frozen):
-    for left, right in zip(ranks(2, train_called, True, frozen), ranks(2, train_called, False, frozen), strict=True):
-        assert left[0] == right[0]
-        assert left[2] == right[2] == 2
-        for name, weight in left[1].items():
-            assert torch.equal(weight, right[1][name]), name
-
-
-def gradients_of_calls(section, how, bucket):
-    """Gradients of a step in which a backward ends several calls of a layer, by name."""
-    model = causal_lm("llama")
-    if "recomputed" in how:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if "a layer twice" in how:
-        first, second = model.model.layers
-        model.model.layers = torch.nn.ModuleList([first, second, first])
-        model.config.num_hidden_layers = 3
-    config = models.config({**QUIET, **section}, reduce_bucket_size=bucket)
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-
-    def loss(step):
-        ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
-        # A cache would keep the keys of both calls of a layer as those of one.
-        return engine(input_ids=ids, labels=ids, use_cache=False).loss
-
-    if how == "a forward without backward":
-        loss(1)
-    engine.backward(loss(0) + loss(1) if how == "two forwards" else loss(0))
-    found = {name: safe_get_full_grad(parameter).float() for name, parameter in engine.module.named_parameters()}
-    engine.step()
-    loss(2)
-    return found
+@on_ranks(2)
+def test_layers_may_be_called_with_their_input_by_name():
+    for frozen in (False, True):
+        found = []
+        for by_name in (True, False):
+            model = causal_lm("qwen2")
+            model.model.layers = torch.nn.ModuleList(Caller(layer, by_name) for layer in model.model.layers)
+            model.model.embed_tokens.requires_grad_(not frozen)
+            engine = models.engine({}, model)
+            assert engine.fp8.report["fused_layers"] == 2
+            found.append((models.train(engine, 2, rows=rows), models.bf16_weights(engine)))
+        with case(frozen):
+            assert found[0][0] == found[1][0]
+            models.assert_same(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize(
-    ("how", "bucket"),
-    [
-        ("a layer twice", 10**6),
-        ("a layer twice", 150_000),
-        ("a layer twice, recomputed", 150_000),
-        ("two forwards", 10**6),
-        ("two forwards", 150_000),
-        ("a forward without backward", 150_000),
-    ],
+    "how", ["a layer twice", "a layer twice, recomputed", "two forwards", "a forward without backward"]
 )
-def test_a_backward_may_end_several_calls_of_a_layer(ranks, baseline, how, bucket):
-    fp8 = ranks(2, gradients_of_calls, {}, how, bucket)
-    bf16 = baseline(2, gradients_of_calls, {"enabled": False}, how, 10**6)
-    for gradients, expected in zip(fp8, bf16, strict=True):
-        for name, gradient in gradients.items():
-            assert (gradient - expected[name]).norm() < 0.2 * expected[name].norm(), name
+@on_ranks(2)
+def test_a_backward_may_end_several_calls_of_a_layer(how):
+    def gradients_of_calls(section, bucket):
+        model = causal_lm("llama")
+        if "recomputed" in how:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if "a layer twice" in how:
+            first, second = model.model.layers
+            model.model.layers = torch.nn.ModuleList([first, second, first])
+            model.config.num_hidden_layers = 3
+        engine = models.engine(section, model, reduce_bucket_size=bucket)
+
+        def loss(step):  # without a cache, which would keep the keys of both calls of a layer as those of one
+            return models.loss_of(engine, rows(step, dist.get_rank()))
+
+        if how == "a forward without backward":
+            loss(1)
+        engine.backward(loss(0) + loss(1) if how == "two forwards" else loss(0))
+        found = {name: safe_get_full_grad(parameter).float() for name, parameter in engine.module.named_parameters()}
+        engine.step()
+        loss(2)
+        return found
+
+    expected = gradients_of_calls(None, 10**6)
+    for bucket in (10**6, 150_000):
+        for name, gradient in gradients_of_calls({}, bucket).items():
+            assert (gradient - expected[name]).norm() < 0.2 * expected[name].norm(), (name, bucket)
 
 
-def gradients_held_at_the_end(dropped: str):
-    """Largest part of all gradients that exists when a backward ends, after forwards whose backward never came."""
-    model = causal_lm("llama")
-    config = models.config(QUIET, reduce_bucket_size=1000)
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    parameters, held = list(engine.module.parameters()), []
-
-    def last(_: torch.Tensor) -> None:  # the embedding's gradient comes behind all others
-        held.append(sum(p.grad.numel() for p in parameters if p.grad is not None))
-
-    engine.module.get_input_embeddings().weight.register_hook(last)
-    loss = None
-    for step in range(3):
-        ids = tokens(2, 16).roll(step, 1)
-        if dropped == "an evaluation with gradients" and step:
-            engine.eval()
-            engine(input_ids=ids, labels=ids)
-            engine.train()
-        loss = engine(input_ids=ids, labels=ids).loss
-        if dropped == "a loss that was not used" and step:
-            loss = engine(input_ids=ids, labels=ids).loss
-        models.take_step(engine, loss)
-    return max(held) / sum(p.ds_numel for p in parameters)
+@on_ranks(2)
+def test_forwards_without_backward_hold_no_gradients():
+    """Part of all gradients that exists when a backward ends, after forwards whose backward never came."""
+    for dropped in ("nothing", "an evaluation with gradients", "a loss that was not used"):
+        engine = models.engine({}, causal_lm("llama"), reduce_bucket_size=1000)
+        parameters, held = list(engine.module.parameters()), []
+        engine.module.get_input_embeddings().weight.register_hook(  # its gradient comes behind all others
+            lambda _, held=held, all=parameters: held.append(sum(p.grad.numel() for p in all if p.grad is not None))
+        )
+        for step in range(3):
+            ids = tokens(2, 16).roll(step, 1)
+            if dropped == "an evaluation with gradients" and step:
+                engine.eval()
+                engine(input_ids=ids, labels=ids)
+                engine.train()
+            if dropped == "a loss that was not used" and step:
+                engine(input_ids=ids, labels=ids)
+            models.take_step(engine, engine(input_ids=ids, labels=ids).loss)
+        assert max(held) < 0.2 * sum(p.ds_numel for p in parameters), dropped
 
 
-@pytest.mark.parametrize("dropped", ["nothing", "an evaluation with gradients", "a loss that was not used"])
-def test_forwards_without_backward_hold_no_gradients(ranks, dropped):
-    for share in ranks(2, gradients_held_at_the_end, dropped):
-        assert share < 0.2
+# ---------------------------------------------------------------- an MLP in tiles of tokens
 
 
-def gathers(section, zero):
-    """Train a tiny Qwen2 and watch what its products read.
-
-    Returns ((losses, stacks that were copied, whether some were views, outlier blocks made by forward in the last step,
-    weights that stayed gathered), whether some of a product was fetched without the rest).
-    """
-    model = causal_lm("qwen2")
-    config = models.config({**QUIET, **section}, **zero)
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    seen, losses, stacked, extend, take = Counter(), [], weights._stacked, weights.extend_weight, AllGather.allocate
-
-    def watched(parts):
-        result = stacked(parts)
-        seen["view" if result.data_ptr() == parts[0].data_ptr() else "copy"] += 1
-        return result
-
-    def extended(*arguments):
-        seen["block"] += 1
-        return extend(*arguments)
-
-    def taken(gather, stack, *arguments):
-        seen["parted"] += len(stack) < len(gather._product[stack[0]])
-        return take(gather, stack, *arguments)
-
-    weights._stacked, weights.extend_weight, AllGather.allocate = watched, extended, taken
-    for step in range(STEPS):
-        seen["block"] = 0
-        ids = tokens(4, 16).roll(step, 1)[2 * dist.get_rank() :][:2]
-        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids).loss))
-    weights._stacked, weights.extend_weight, AllGather.allocate = stacked, extend, take
-    held = [p for p in engine.module.parameters() if getattr(p, weights.UNSHARDED, None) is not None]
-    return (losses, seen["copy"], seen["view"] > 0, seen["block"], len(held)), seen["parted"] > 0
+LENGTH = 150  # Two rows of it are three tiles of 128, the last of them ragged
 
 
-@pytest.mark.parametrize("preset", ["infir2", "precise"])
-def test_what_a_prefetch_parts_is_one_operand(ranks, preset):
-    found = [ranks(2, gathers, {"preset": preset}, zero) for zero in ({}, MIDDLE)]
-    for (whole, _), (parted, was_parted) in zip(*found, strict=True):
-        assert was_parted
-        assert parted == whole
-        assert whole[1:] == (0, True, 0, 0)
+def in_tiles(tile, section, recompute=False):
+    """Losses of four micro-batches in two steps, gradients of the first step by name, and BF16 weights."""
+    model = causal_lm("qwen3", max_position_embeddings=LENGTH)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    changes = {"gradient_accumulation_steps": 2, "activation_checkpointing": {"cpu_checkpointing": recompute}}
+    engine = models.engine(section | {"activations": {"mlp_tile_tokens": tile}}, model, changes)
+    assert engine.fp8.report["fused_layers"] == 2
+    losses, gradients = [], {}
+    for number in range(4):
+        starts = torch.randint(1, 97, (2, 1), generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        loss = models.loss_of(engine, (starts + torch.arange(LENGTH)) % 97)
+        engine.backward(loss)
+        if number == 1:
+            gradients = {name: safe_get_full_grad(p).float() for name, p in engine.module.named_parameters()}
+        engine.step()
+        losses.append(loss.item())
+    return losses, gradients, models.bf16_weights(engine)
+
+
+@on_ranks(1, 2)
+def test_gradients_of_tiles_are_those_of_the_whole():
+    section, recompute = {"grad_reduce": {"format": "bf16"}}, dist.get_world_size() == 2
+    (losses, gradients, found), (expected, exact, _) = (in_tiles(tile, section, recompute) for tile in (128, None))
+    assert losses[:2] == expected[:2]  # before the first step no bit differs
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert losses[-1] < losses[0]
+    for name, gradient in exact.items():
+        if ".mlp." in name:
+            assert (gradients[name] - gradient).norm() < 3 * ROUNDED * gradient.norm(), name
+        else:
+            assert torch.equal(gradients[name], gradient), name
+    for name, weight in found.items():
+        dist.broadcast(first := weight.clone(), 0)
+        assert torch.equal(weight, first), name
+
+
+@pytest.mark.parametrize("preset", [pytest.param("hybrid_fast", marks=pytest.mark.slow), "precise"])
+@on_ranks(2)
+def test_gradients_of_tiles_that_travel_in_fp8(preset):
+    losses, expected = (in_tiles(tile, {"preset": preset})[0] for tile in (128, None))
+    assert losses == pytest.approx(expected, rel=3e-3)
+
+
+# ---------------------------------------------------------------- gradients by keys and values of an earlier forward
+
+
+@pytest.mark.parametrize(
+    ("kind", "segments", "loss_on_all"),
+    [("qwen3", (16, 16), False), ("llama", (8, 8, 16), False), ("llama", (16, 16), True)],
+)
+@on_ranks(2)
+def test_keys_and_values_of_an_earlier_forward_learn(kind, segments, loss_on_all):
+    """Of rows in segments, each of which reads the keys and values of those before."""
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    found = []
+    for section in ({}, None):
+        engine = models.engine(section, causal_lm(kind, **sizes, num_key_value_heads=1), stock=section is None)
+        found.append([])
+        for step in range(3):
+            generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
+            cache, loss = None, 0.0
+            for part in torch.randint(0, 128, (2, sum(segments)), generator=generator).split(segments, 1):
+                out = engine(input_ids=part, labels=part, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                loss = loss + out.loss if loss_on_all else out.loss
+            found[-1].append((models.take_step(engine, loss), float(engine.get_global_grad_norm())))
+        engine.destroy()
+    for (loss, norm), (right, right_norm) in zip(*found, strict=True):
+        assert loss == pytest.approx(right, rel=0.01)
+        assert norm == pytest.approx(right_norm, rel=0.08)

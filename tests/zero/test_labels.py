@@ -1,12 +1,12 @@
 """Labels outside the vocabulary end a run of the fused loss on all ranks, in the step that reads them."""
 
-import pytest
 from deepspeed import comm as dist
 
 import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.head.cross_entropy import IGNORED
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.ranks import case, on_ranks
 from tests.zero import models
 
 CASES = {
@@ -45,14 +45,14 @@ def steps_until_refused(case, label, good=GOOD):
     return step, error and str(error), graphs is not None and bool(graphs.captured)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_labels_outside_the_vocabulary_end_all_ranks(ranks, case):
-    for step, said, _ in ranks(2, steps_until_refused, case, 97 if case == "own step" else -1):
-        assert step == GOOD
-        assert f"2 labels are outside the vocabulary of 97 tokens, {97 if case == 'own step' else -1} for one" in said
-        assert "key:    labels" in said
-        assert "remedy:" in said
-
-
-def test_labels_without_loss_are_none_of_them(ranks):
-    assert ranks(2, steps_until_refused, "own step", IGNORED) == [(GOOD + 2, None, False)] * 2
+@on_ranks(2)
+def test_labels_outside_the_vocabulary_end_all_ranks():
+    for name in CASES:
+        label = 97 if name == "own step" else -1
+        step, said, _ = steps_until_refused(name, label)
+        with case(name):
+            assert step == GOOD
+            assert f"2 labels are outside the vocabulary of 97 tokens, {label} for one" in said
+            assert "key:    labels" in said
+            assert "remedy:" in said
+    assert steps_until_refused("own step", IGNORED) == (GOOD + 2, None, False)  # labels without loss are none of them

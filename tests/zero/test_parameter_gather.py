@@ -1,63 +1,21 @@
+"""What is gathered for modules: casts of whole weights, and of what everybody else reads."""
+
+from unittest import mock
+
 import deepspeed
 import pytest
 import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
-from ds_fp8.casts import quantize
-from ds_fp8.layers.linear.linear import FP8Linear
-from ds_fp8.layers.linear.weights import UNSHARDED
+from ds_fp8.layers.linear.weights import UNSHARDED, fprop_weight
+from ds_fp8.zero import collectives
+from ds_fp8.zero.deepspeed.parameters import PersistentGather, master_shard
+from tests.ranks import case, on_ranks
 from tests.zero import models
+from tests.zero.models import REUSED, fp8_linears, gather
 
 SPECS = {"infir2": ("e4m3", "128x128"), "tensorwise": ("e4m3", "tensor"), "rowwise": ("e4m3", "row")}
-SECTIONS = {
-    "infir2": {"preset": "infir2"},
-    "tensorwise": {"preset": "tensorwise"},
-    "rowwise": {"linear": {"weight": {"granularity": "row"}}},
-}
-
-
-def fp8_linears(engine):
-    return {name: m for name, m in engine.module.named_modules() if isinstance(m, FP8Linear)}
-
-
-def gather(engine, parameters):
-    parameters = list(parameters)
-    parameters[0].all_gather_coalesced(parameters).wait()
-
-
-def gathered_against_whole(preset, steps):
-    """Per weight, at the start and after `steps`: the gathered tensor equals a cast of the whole master tensor, bit for
-    bit."""
-    engine = models.build(models.config({**SECTIONS[preset], "monitor": {"every": 0}}))
-    first = look_at_gathered(engine, preset)
-    models.train(engine, steps)
-    return {"start": first, "end": look_at_gathered(engine, preset)}
-
-
-def look_at_gathered(engine, preset):
-    weights = {name: m.weight for name, m in fp8_linears(engine).items()}
-    expected = {name: quantize(models.full_master(w), *SPECS[preset]) for name, w in weights.items()}
-    gather(engine, weights.values())
-    result = {}
-    for name, weight in weights.items():
-        ours, whole = getattr(weight, UNSHARDED), expected[name]
-        result[name] = models.same_cast(ours, whole)
-        assert weight.isnan().all(), "the placeholder must be loud"
-        assert weight.untyped_storage().nbytes() == 2
-        weight.partition()
-        assert getattr(weight, UNSHARDED) is None
-    return result
-
-
-@pytest.mark.parametrize(
-    ("world", "preset"), [(1, "infir2"), (4, "infir2"), *((world, preset) for world in (2, 3) for preset in SPECS)]
-)
-def test_gathered_weight_is_the_cast_of_the_whole_master(ranks, world, preset):
-    for results in ranks(world, gathered_against_whole, preset, 2):
-        for result in results.values():
-            assert len(result) == 6
-            assert all(result.values()), results
-
-
 EMULATED = {
     "layers.0.up": ("int8", "row", "fp32"),
     "layers.0.down": ("e2m1", "16x16", "e4m3"),
@@ -66,76 +24,88 @@ EMULATED = {
     "layers.2.up": ("int4", "128x128", "pow2"),
     "layers.2.down": ("e2m3", "32x32", "e4m3"),
 }
+WORDS = ("format", "granularity", "scale")
+OVERRIDES = {name: {"weight": dict(zip(WORDS, spec, strict=True))} for name, spec in EMULATED.items()}
+SECTIONS = {
+    "infir2": {"preset": "infir2"},
+    "tensorwise": {"preset": "tensorwise"},
+    "rowwise": {"linear": {"weight": {"granularity": "row"}}},
+}
 
 
-def emulated_against_whole():
-    """Per weight, after a step: whether what is gathered, shown and used is the cast of the whole master tensor."""
-    words = ("format", "granularity", "scale")
-    overrides = {name: {"weight": dict(zip(words, spec, strict=True))} for name, spec in EMULATED.items()}
-    engine = models.build(models.config({"linear": {"overrides": overrides}, "monitor": {"every": 0}}))
-    models.train(engine, 1)
-    shown = {}
+def look_at_gathered(engine):
+    """Per weight whether what is gathered is the cast of the whole master."""
+    wrong = models.wrong_casts(engine)
+    return {name: name not in wrong for name in fp8_linears(engine)}
+
+
+def gathered_against_whole(preset, steps):
+    """Per weight, at the start and after `steps`: whether what is gathered is the cast of the whole master."""
+    engine, looks = models.engine(SECTIONS[preset]), {}
+    for name in ("start", "end"):
+        looks[name] = look_at_gathered(engine)
+        if name == "start":
+            models.train(engine, steps)
+    specs = {(m.recipe.weight.format, m.recipe.weight.granularity) for m in fp8_linears(engine).values()}
+    assert specs == {SPECS[preset]}
+    engine.destroy()
+    return looks
+
+
+@on_ranks(1, 3, 4)
+def test_gathered_weight_is_the_cast_of_the_whole_master():
+    """(On 2 ranks: test_options.py.)"""
+    for preset in SPECS:
+        with case(preset):
+            looks = gathered_against_whole(preset, 1)
+            assert [len(look) for look in looks.values()] == [6, 6]
+            assert all(all(look.values()) for look in looks.values()), looks
+
+
+@on_ranks(2)
+def test_emulated_weights_are_shown_and_reported():
+    """(Gathered as the casts of whole masters: test_state_machine.py.)"""
+    engine, shown = models.engine({"linear": {"overrides": OVERRIDES}}), {}
     engine.fp8.weights.observe(lambda weight, rows, cast, elements: shown.update({id(weight): cast}))
-    result = {}
-    for name, module in fp8_linears(engine).items():
-        whole = quantize(models.full_master(module.weight), *EMULATED[name])
-        gather(engine, [module.weight])
-        ours = getattr(module.weight, UNSHARDED)
-        assert (ours.spec, ours.data.dtype) == (whole.spec, torch.uint8)
-        numbers = torch.equal(ours.dequantize(), whole.dequantize())
-        result[name] = numbers and models.same_cast(ours, whole)
-        assert shown[id(module.weight)].spec == whole.spec
-        module.weight.partition()
-    return result, engine.fp8.report["emulated"]
+    for name, cast in zip(EMULATED, models.unsharded(m.weight for m in fp8_linears(engine).values()), strict=True):
+        spec = shown[id(engine.module.get_submodule(name).weight)].spec
+        assert (spec.format, spec.granularity, spec.scale) == EMULATED[name]
+        assert (cast.spec, cast.data.dtype) == (spec, torch.uint8)
+    assert "e2m1 16x16 e4m3" in engine.fp8.report["emulated"]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_emulated_weights_are_gathered_as_the_cast_of_the_whole_master(ranks, world):
-    for result, emulated in ranks(world, emulated_against_whole):
-        assert result == dict.fromkeys(EMULATED, True)
-        assert "e2m1 16x16 e4m3" in emulated
-
-
-def read_by_another_module():
-    """A weight that a user wrote, and another module reads, as GatheredParameters shows it and as it is gathered."""
-    engine = models.build(models.config({"monitor": {"every": 0}}))
+@on_ranks(2)
+def test_what_was_written_is_what_another_module_reads():
+    """As GatheredParameters shows it, and as it is gathered."""
+    engine = models.engine({})
     models.train(engine, 1)
     weight = engine.module.layers[0].up.weight
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-        if deepspeed.comm.get_rank() == 0:
+        if dist.get_rank() == 0:
             weight.data.fill_(0.25)
     deepspeed.zero.register_external_parameter(engine.module.layers[1], weight)
-    with deepspeed.zero.GatheredParameters([weight]):
-        shown = weight.detach().clone()
-    gather(engine, [weight])
-    found = weight.detach().clone()
+    assert (models.bf16(weight) == 0.25).all()
+    gather([weight])
+    assert (weight == 0.25).all()
     weight.partition()
-    return shown, found
 
 
-def test_what_was_written_is_what_another_module_reads(ranks):
-    for shown, found in ranks(2, read_by_another_module):
-        assert (shown == 0.25).all()
-        assert (found == 0.25).all()
-
-
-def gathers_per_step(fp8):
-    engine = models.build(models.config(fp8))
+def gathers_of_a_step(fp8):
+    engine = models.engine(fp8)
     models.train(engine, 2)
     engine.fp8.wire.take()
-    models.train(engine, 1)
-    sent = engine.fp8.wire.take()
-    layers = sum(p.ds_numel for name, p in engine.module.named_parameters() if "layers" in name and p.ds_numel > 300)
-    others = sum(p.ds_numel for name, p in engine.module.named_parameters() if "layers" not in name)
-    return sent, layers, others
+    models.train(engine, 1, start=2)
+    sent, named = engine.fp8.wire.take(), list(engine.module.named_parameters())
+    layers = sum(p.ds_numel for name, p in named if "layers" in name and p.ds_numel > 300)
+    engine.destroy()
+    return sent, layers, sum(p.ds_numel for name, p in named if "layers" not in name)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_bytes_on_the_wire(ranks, world):
+@on_ranks(2, 3)
+def test_bytes_on_the_wire():
     """Layers are gathered twice a step (forward and backward), at one byte a parameter."""
-    fp8, layers, others = ranks(world, gathers_per_step, {"monitor": {"every": 0}})[0]
-    bf16, _, _ = ranks(world, gathers_per_step, {"enabled": False})[0]
-    share = (world - 1) / world
+    (fp8, layers, others), (bf16, *_) = gathers_of_a_step({}), gathers_of_a_step(None)
+    share = 1 - 1 / dist.get_world_size()
     # Embedding and lm_head stay BF16; subtract them, and what the persistent vectors cost, from both.
     rest = bf16["all_gather_bytes"] - 2 * layers * 2 * share
     assert 0 < rest < 2 * 2 * others * share * 1.2
@@ -145,26 +115,183 @@ def test_bytes_on_the_wire(ranks, world):
     assert bf16["grad_bytes"] == pytest.approx(2 * (layers + others) * share, rel=0.02)
 
 
-def persistent_weights(threshold):
-    engine = models.build(models.config({"monitor": {"every": 0}}, stage3_param_persistence_threshold=threshold))
+# ---------------------------------------------------------------- one rank: nothing is copied
+
+
+ALIGNED, RAGGED = (256, 512), (131, 301)
+COPIED = mock.patch.object(collectives, "ALIGNMENT", 1 << 62)  # Let no weight lie where it can be used
+
+
+def trained_on_one_rank(preset, sizes, copied, accumulate):
+    section, changes = SECTIONS.get(preset, {"preset": preset}), {"gradient_accumulation_steps": accumulate}
+    engine = models.engine(section, changes=changes, sizes=sizes, **REUSED)
+    COPIED.start() if copied else None
     losses = models.train(engine, 3)
-    return engine.fp8.report["fp8_linears"], engine.fp8.report["fp8_gathered_parameters"], engine.fp8.report, losses
+    COPIED.stop() if copied else None
+    engine.eval()
+    with torch.no_grad():
+        losses.append(models.loss_of(engine, models.batch(99, 0)).item())
+    masters = list(models.masters(engine).values())
+    engine.destroy()
+    return losses, masters
 
 
-def test_persistent_weights_are_cast_when_used_and_reported(ranks):
-    for (linears, gathered, report, losses), (_, all_gathered, _, gathered_losses) in zip(
-        ranks(2, persistent_weights, 100000), ranks(2, persistent_weights, 300), strict=True
-    ):
-        assert all_gathered > 200000
-        assert (linears, gathered) == (6, 0)
-        assert report["param_gather"] == "bf16"
-        assert any("persistence_threshold" in note for note in report["notes"])
-        assert losses == pytest.approx(gathered_losses, rel=0.02)
+@on_ranks(1)
+def test_training_has_the_bits_of_training_with_copies():
+    for preset in (*SECTIONS, "precise"):
+        for sizes, accumulate in ((ALIGNED, 2), (RAGGED, 1)):
+            with case((preset, sizes)):
+                (losses, masters), (expected, others) = (
+                    trained_on_one_rank(preset, sizes, copied, accumulate) for copied in (False, True)
+                )
+                assert losses == expected
+                assert all(map(torch.equal, masters, others))
 
 
-def without_copy_engines():
-    return models.build(models.config({"monitor": {"every": 0}})).fp8.report["param_transport"]
+def engine_and_weights(preset="infir2"):
+    engine = models.engine(SECTIONS.get(preset, {"preset": preset}), sizes=ALIGNED)
+    models.train(engine, 1)
+    return engine, [m.weight for m in fp8_linears(engine).values()]
 
 
-def test_why_there_are_no_copy_engines_is_reported(ranks):
-    assert ranks(2, without_copy_engines) == ["by collectives: there is no CUDA device"] * 2
+def sent_and_allocated():
+    engine, weights = engine_and_weights()
+
+    def refuse(*arguments, **options):
+        raise AssertionError("one rank has nobody to gather from, or to send gradients to")
+
+    with mock.patch.object(collectives, "all_gather", refuse), mock.patch.object(dist, "all_to_all_single", refuse):
+        gather(weights)
+        models.train(engine, 2)
+    gather(weights)
+    inside = engine.fp8.weights.data.untyped_storage().data_ptr()
+    return [getattr(weight, UNSHARDED).data.untyped_storage().data_ptr() == inside for weight in weights]
+
+
+def numbers(engine):
+    return [fprop_weight([m.weight], m.recipe).dequantize() for m in fp8_linears(engine).values()]
+
+
+def change_masters(engine):
+    """Write the masters and let them be cast, as an optimizer step does."""
+    for weight in engine.fp8.weights:
+        master_shard(weight.parameter).mul_(1.37)
+    engine.fp8.weights.step_wrote()
+    engine.fp8.weights.requantize()
+
+
+def gathered_over_a_step(left_out, preset):
+    """A weight that is gathered while a step writes new shards; DeepSpeed keeps one that nobody used in time."""
+    engine, weights = engine_and_weights(preset)
+    gather(weights)
+    before = numbers(engine)
+    if left_out:
+        engine.fp8.weights.leave_fp8(weights)
+    change_masters(engine)
+    stays = all(map(torch.equal, before, numbers(engine)))
+    models.release(weights)
+    if left_out:
+        return stays, None
+    gather(weights)
+    return stays, any(map(torch.equal, before, numbers(engine)))
+
+
+def fetched_over_a_step():
+    """A gather that is begun before a step and waited for after it."""
+    engine, weights = engine_and_weights()
+    handle = weights[0].all_gather_coalesced(weights)
+    change_masters(engine)
+    handle.wait()
+    found = numbers(engine)
+    models.release(weights)
+    gather(weights)
+    return all(map(torch.equal, found, numbers(engine)))
+
+
+@on_ranks(1)
+def test_a_cast_changes_no_weight_that_is_gathered_and_nothing_is_sent_or_copied():
+    assert sent_and_allocated() == [True] * 6
+    for left_out, preset in ((False, "infir2"), (False, "precise"), (True, "infir2")):
+        assert gathered_over_a_step(left_out, preset) == (True, None if left_out else False)
+    assert fetched_over_a_step()
+    engine, (weight, *_) = engine_and_weights()
+    found = engine.fp8.weights.unsharded(weight)  # readers keep what they read
+    before = found.dequantize()
+    change_masters(engine)
+    assert torch.equal(found.dequantize(), before)
+
+
+# ---------------------------------------------------------------- parameters that stay whole
+
+
+@on_ranks(2)
+def test_persistent_weights_are_cast_when_used_and_reported():
+    whole, sharded = (models.engine({}, stage3_param_persistence_threshold=numel) for numel in (100000, 300))
+    report = whole.fp8.report
+    assert sharded.fp8.report["fp8_gathered_parameters"] > 200000
+    assert (report["fp8_linears"], report["fp8_gathered_parameters"], report["param_gather"]) == (6, 0, "bf16")
+    assert any("persistence_threshold" in note for note in report["notes"])
+    assert models.train(whole, 3) == pytest.approx(models.train(sharded, 3), rel=0.02)
+    assert sharded.fp8.report["param_transport"] == "by collectives: there is no CUDA device"
+
+
+def persistent(threshold, together):
+    """Values of persistent parameters after three steps, launches of gathers and waits of the host in the last."""
+    engine = models.engine({}, stage3_param_persistence_threshold=threshold)
+    whole = {name: p for name, p in engine.module.named_parameters() if p.ds_persist}
+    launched, waits = [], []
+    accelerator, synchronize = get_accelerator(), get_accelerator().synchronize
+    close, gather = engine.optimizer._post_step, dist.all_gather_into_tensor
+
+    def close_as_on_a_gpu(*words):
+        # DeepSpeed then waits for its gathers; of one rank, for a stream, which a CPU has not.
+        if dist.get_world_size() > 1:
+            accelerator.resolves_data_dependency = lambda: False
+        counted = lambda *words, **more: launched.append(1) or gather(*words, **more)  # noqa: E731
+        try:
+            with mock.patch.object(dist, "all_gather_into_tensor", counted):
+                close(*words)
+        finally:
+            vars(accelerator).pop("resolves_data_dependency", None)
+
+    own = PersistentGather.__call__
+    with mock.patch.object(PersistentGather, "__call__", own if together else lambda *_: False):
+        losses = models.train(engine, 2)
+        accelerator.synchronize = lambda *words: waits.append(1) or synchronize(*words)
+        engine.optimizer._post_step = close_as_on_a_gpu
+        try:
+            losses += models.train(engine, 1, start=2)
+        finally:
+            del accelerator.synchronize, engine.optimizer._post_step
+    values = {name: parameter.detach().clone() for name, parameter in whole.items()}
+    rounded = {name: models.full_master(parameter).bfloat16() for name, parameter in whole.items()}
+    engine.destroy()
+    return losses, values, rounded, len(launched), len(waits)
+
+
+@on_ranks(1, 2, 3)
+def test_they_hold_the_new_masters_and_travel_in_one_launch():
+    several = dist.get_world_size() > 1
+    for threshold in (400, 100_000):
+        losses, values, rounded, launched, waits = persistent(threshold, True)
+        expected, stock, _, _, stock_waits = persistent(threshold, False)
+        with case(threshold):
+            assert losses == expected
+            assert len(values) > 2
+            models.assert_same(values, rounded)
+            models.assert_same(values, stock)
+            assert (launched, waits, stock_waits) == (several, 0, several)
+
+
+@on_ranks(1, 2)
+def test_other_parameters_may_be_gathered_the_next_time():
+    engine = models.engine({}, stage3_param_persistence_threshold=100_000)
+    models.train(engine, 1)
+    again, whole = PersistentGather(engine), [p for p in engine.module.parameters() if p.ds_persist]
+    assert len(whole) > 2
+    for places in (slice(None), slice(2), slice(1, None), slice(None)):
+        some = whole[places]
+        some[0].partition(some)
+        assert again(some)
+        assert all(torch.equal(p, models.full_master(p).bfloat16()) for p in whole), places
+    assert not again(whole)  # all are there

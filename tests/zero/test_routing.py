@@ -14,6 +14,8 @@ from ds_fp8.layers.decoder.decoder import FusedAttentionHalf
 from ds_fp8.layers.experts import routing
 from ds_fp8.monitor.routing import RoutingFigures
 from tests.layers.moe import EXPERTS
+from tests.ranks import on_ranks
+from tests.zero import models
 from tests.zero.test_experts import batch, engine_of
 
 LAYERS = [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
@@ -113,14 +115,12 @@ def to_two_experts(model):
             layer.mlp.gate.weight.zero_()  # topk of equal scores takes the same ones for every token
 
 
-def test_a_collapsed_router_shows(ranks):
-    (figures,) = ranks(2, watched, {}, None, 1, 1, 1, to_two_experts)[0][0]
+@on_ranks(2)
+def test_a_collapsed_router_shows_and_other_steps_measure_nothing():
+    (figures,), *_ = watched({}, None, 1, 1, 1, to_two_experts)
     for layer in figures.layers.values():
         assert layer == RoutingFigures(pytest.approx(0.5), 0.5, 2)
-
-
-def test_other_steps_measure_nothing(ranks):
-    measurements, *_ = ranks(2, watched, {}, None, 1, 2, 3)[0]
+    measurements, *_ = watched({}, None, 1, 2, 3)
     assert [found is None for found in measurements] == [False, True, False]
 
 
@@ -128,32 +128,28 @@ def is_ours(hook):
     return getattr(hook, "func", hook).__module__ == "ds_fp8.monitor.routing"
 
 
-def hooks(section, architecture="qwen3_moe"):
-    """(this monitor's hooks on model and experts, those after engine.destroy(), figures, whether copies count)."""
-    engine = engine_of(architecture, section)
+@on_ranks(1)
+def test_nothing_is_watched_without_a_monitor_or_after_destroy():
+    """By this monitor's hooks on model and experts."""
+    for every in (1, 0):
+        engine = engine_of("qwen3_moe", {"monitor": {"every": every}})
 
-    def found():
-        parts = [engine.module, *(engine.module.get_submodule(name) for name in LAYERS)]
-        all_hooks = [
-            hook for part in parts for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        ]
-        return sum(map(is_ours, all_hooks))
+        def hooks(engine=engine):
+            parts = [engine.module, *(engine.module.get_submodule(name) for name in LAYERS)]
+            every = (
+                hook for part in parts for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            )
+            return sum(map(is_ours, every))
 
-    before = found()
-    fused = [module for module in engine.module.modules() if isinstance(module, FusedAttentionHalf)]
-    assert len(fused) == 2
-    assert not any(layer.fused_parts.changed() for layer in fused), "these stay fused"
-    experts = engine.module.get_submodule(LAYERS[0])
-    copies = [hook.func.__self__ for hook in copy.deepcopy(experts._forward_pre_hooks).values() if is_ours(hook)]
-    engine.destroy()
-    return before, found(), engine.fp8.routing(), [routing._monitor.active for routing in copies]
-
-
-def test_nothing_is_watched_without_a_monitor_or_after_destroy(ranks):
-    before, after, measured, copies = ranks(1, hooks, {"monitor": {"every": 1}})[0]
-    assert (before, after, measured) == (3, 0, None)
-    assert copies == [False], "the copy of a model counts nothing"
-    assert ranks(1, hooks, {"monitor": {"every": 0}})[0][:2] == (0, 0)
+        assert hooks() == 3 * every
+        fused = [module for module in engine.module.modules() if isinstance(module, FusedAttentionHalf)]
+        assert len(fused) == 2
+        assert not any(layer.fused_parts.changed() for layer in fused), "these stay fused"
+        copied = copy.deepcopy(engine.module.get_submodule(LAYERS[0])._forward_pre_hooks).values()
+        copies = [hook.func.__self__._monitor.active for hook in copied if is_ours(hook)]
+        assert copies == [False] * every, "the copy of a model counts nothing"
+        engine.destroy()
+        assert (hooks(), engine.fp8.routing()) == (0, None)
 
 
 def one_step(section, recompute, shift):
@@ -174,7 +170,7 @@ def one_step(section, recompute, shift):
     engine.train()
     given = {name: (chosen + (shift or 0)) % EXPERTS for name, chosen in routes.items()}
     with contextlib.nullcontext() if shift is None else routing.replay(engine, given):
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = models.loss_of(engine, ids)
         engine.backward(loss)
     gradients = {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
     engine.step()
@@ -189,34 +185,27 @@ REPLAYED = {
 
 
 @pytest.mark.parametrize(("section", "recompute"), REPLAYED.values(), ids=REPLAYED)
-def test_an_engine_replays_routing(ranks, section, recompute):
-    own = ranks(2, one_step, section, recompute, None)
-    replayed = ranks(2, one_step, section, recompute, 0)
-    for (_, loss, gradients, _), (_, expected_loss, expected_gradients, _) in zip(replayed, own, strict=True):
-        assert loss == expected_loss
-        assert all(torch.equal(gradients[name], gradient) for name, gradient in expected_gradients.items())
-    other = ranks(2, one_step, section, recompute, 1)
-    assert other[0][1] != own[0][1]
-    shares = {}
+@on_ranks(2)
+def test_an_engine_replays_routing(section, recompute):
+    _, loss, gradients, _ = one_step(section, recompute, None)
+    _, again, same, _ = one_step(section, recompute, 0)
+    assert again == loss
+    models.assert_same(same, gradients)
+    given, other, gradients, counted = one_step(section, recompute, 1)
+    assert other != loss
     for name in LAYERS:
-        counts = torch.bincount(torch.cat([given[name] for given, *_ in other]).flatten(), minlength=EXPERTS)
-        shares[name] = (counts.max() / counts.sum()).item()
-        assert other[0][2][name.replace("experts", "gate.weight")].abs().sum() > 0
-    assert {name: layer.largest_share for name, layer in other[0][3].layers.items()} == pytest.approx(shares)
+        counts = torch.bincount(given[name].flatten(), minlength=EXPERTS)
+        dist.all_reduce(counts)
+        assert counted.layers[name].largest_share == pytest.approx((counts.max() / counts.sum()).item())
+        assert gradients[name.replace("experts", "gate.weight")].abs().sum() > 0
 
 
-def backward_outside():
-    """What a recomputed model says whose backward comes after the context."""
+@on_ranks(1)
+def test_routing_that_is_recomputed_outside_the_context_is_refused():
     engine = engine_of("qwen3_moe", {}, lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}))
-    ids = batch(0, 0)
     with routing.record(engine) as routes:
-        engine(input_ids=ids)
+        engine(input_ids=batch(0, 0))
     with routing.replay(engine, routes):
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-    with pytest.raises(UserError) as error:
+        loss = models.loss_of(engine, batch(0, 0))
+    with pytest.raises(UserError, match="call backward inside the context"):
         engine.backward(loss)
-    return str(error.value)
-
-
-def test_routing_that_is_recomputed_outside_the_context_is_refused(ranks):
-    assert "call backward inside the context" in ranks(1, backward_outside)[0]

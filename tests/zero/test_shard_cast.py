@@ -43,7 +43,7 @@ def test_the_reference_casts_the_whole(world, granularity, scale):
 
 
 @pytest.mark.parametrize("make", [0, 1], ids=["reference", "kernel"])
-@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_codes_leave_room_for_outlier_blocks(world, make):
     spec, masters = CastSpec(granularity="128x128"), exact_masters()
     assert_whole(masters, *cast_on_all_ranks(implementations()[make], masters, world, spec, channels=65)[1:], spec)
@@ -57,7 +57,6 @@ def test_codes_leave_room_for_outlier_blocks(world, make):
         (3, "128x128", "fp32"),
         (3, "row", "pow2"),
         (5, "128x128", "pow2"),
-        (5, "128x128", "fp32"),
     ],
 )
 def test_the_kernels_cast_the_whole(world, granularity, scale):
@@ -77,8 +76,10 @@ def test_ranks_without_a_part_of_any_weight():
         assert_whole(masters, *cast_on_all_ranks(make, masters, 8, spec)[1:], spec)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("granularity", "dtype"),
+    [*((each, torch.bfloat16) for each in GRANULARITIES), ("128x128", torch.float32), ("128x128", torch.float16)],
+)
 def test_both_find_the_same_amax_in_any_source(granularity, dtype):
     """BF16 shards are those of frozen weights; what the kernels cannot read is copied first, weight by weight."""
     spec = CastSpec(granularity=granularity)
@@ -90,8 +91,9 @@ def test_both_find_the_same_amax_in_any_source(granularity, dtype):
     assert (plain[0] > 0).any()
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(
+    ("granularity", "value"), [*((each, torch.nan) for each in GRANULARITIES), ("128x128", -torch.inf)]
+)
 def test_overflow_makes_its_group_nan(granularity, value):
     spec = CastSpec(granularity=granularity)
     masters = exact_masters()

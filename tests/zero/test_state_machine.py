@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from tests.optim.numbers import COAT, FISHMAN, FP8LM_O2
 from tests.zero.life import Life
-from tests.zero.test_parameter_gather import EMULATED
+from tests.zero.test_parameter_gather import OVERRIDES
 
 CODED = {"master": "fp8_plus16"}
 FP32_SCALES = {"linear": {"weight": {"scale": "fp32"}}}
-WORDS = ("format", "granularity", "scale")
-OVERRIDES = {name: {"weight": dict(zip(WORDS, spec, strict=True))} for name, spec in EMULATED.items()}
 
 
 def freeze_two_layers(model):

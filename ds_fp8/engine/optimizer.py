@@ -14,7 +14,6 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, refusal_in
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
-from ds_fp8.engine.plans import step_plan
 from ds_fp8.optim.adamw import AdamW
 
 _ADAM = ("adam", "adamw")
@@ -57,7 +56,8 @@ def research_optimizer(name: str) -> type | None:
 
 def needs_own_optimizer(fp8: FP8Config) -> bool:
     """Return whether only ds_fp8.optim.AdamW does what this section asks for."""
-    return step_plan(fp8).own_optimizer
+    kept = fp8.optimizer
+    return fp8.enabled and (kept.precision().compressed or kept.master != "fp32" or kept.implementation == "ds_fp8")
 
 
 def _is_adamw(optimizer: Any) -> bool:
@@ -140,7 +140,7 @@ def _state(configuration: Configuration, rank: Callable[[], int]) -> dict[str, A
     # Ranks with shards draw different numbers. In stage 0 each keeps all of the state: other numbers would let their
     # weights drift apart.
     seed = rank() if configuration.stage else 0
-    return {**asdict(step_plan(configuration.fp8).moments), "seed": seed}
+    return {**asdict(configuration.fp8.optimizer.precision()), "seed": seed}
 
 
 def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callable[[Iterable], AdamW]:

@@ -78,18 +78,13 @@ def main() -> int:
         stage = estimate(raw, gpus=arguments.gpus)
         fp8 = stage.workload.fp8
         twins = bf16_twins(raw, fp8) if fp8.enabled else {}
+        estimates = {STAGE: stage} | {name: estimate(twin, gpus=arguments.gpus) for name, twin in twins.items()}
     except UserError as error:
         raise (error.located(file) if file else error) from None
-    estimates, without = {STAGE: stage}, {}
-    for name, twin in twins.items():
-        try:
-            estimates[name] = estimate(twin, gpus=arguments.gpus)
-        except UserError as error:
-            without[name] = error.problem
     verdict = None if memory is None else verdict_of(raw, stage, memory, arguments.gpu and arguments.gpu.lower())
     fits = memory is None or stage.required_bytes <= memory
     if arguments.json:
-        result: dict[str, Any] = {name: value.as_json() for name, value in estimates.items()} | dict.fromkeys(without)
+        result: dict[str, Any] = {name: value.as_json() for name, value in estimates.items()}
         for name, value in estimates.items() if memory is not None else ():
             sizes = ("micro_batch", "sequence_length")
             result[name]["largest"] = {what: largest_that_fits(value.workload, what, memory) for what in sizes}
@@ -100,8 +95,6 @@ def main() -> int:
         print(json.dumps(result, indent=2))
         return int(not fits)
     print_estimates(estimates, memory, Console(highlight=False))
-    for name, problem in without.items():
-        print(f"{name}: none ({problem})")
     print(fp8_in_words(given, fp8))
     if verdict is not None:
         print(verdict)

@@ -260,6 +260,7 @@ def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tupl
     recompute = raw["model"]["activation_checkpointing"]
     try:
         w = read_workload(raw, gpus=ranks, device=device)
+        estimate_workload(w)  # refused where a layer cannot be measured
     except UserError as error:
         console.print(f"{error.problem}: micro-batches of one row", markup=False)
         return 1, recompute, None

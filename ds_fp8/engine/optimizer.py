@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from inspect import signature
 from typing import Any
 
 import torch
@@ -169,11 +171,13 @@ def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callabl
             known = (*_OWN, *_CHOOSE_AN_IMPLEMENTATION, *_ONLY)
             refuse(f"optimizer.params.{key}", f'AdamW has no "{key}"', nearest(key, known))
     # The default is that of the Adam this one takes the place of.
-    decay = torch.optim.AdamW([torch.zeros(1)]).defaults["weight_decay"] if params.get("torch_adam") else 0.0
+    decay = signature(torch.optim.AdamW).parameters["weight_decay"].default if params.get("torch_adam") else 0.0
     arguments = {"weight_decay": decay} | {key: params[key] for key in _OWN if key in params}
     try:
-        # Made once on nothing, so that mistakes show here, with file and key, and not inside DeepSpeed.
-        AdamW([torch.nn.Parameter(torch.zeros(1))], **arguments)
+        # Made once on nothing, so that mistakes show here, with file and key, and not inside DeepSpeed. With a
+        # parameter torch would import its compiler, which takes a second.
+        with suppress(ValueError):  # an empty list, once all else is accepted
+            AdamW([], **arguments)
     except UserError as error:
         raise error.located(configuration.file) from None
     except TypeError as error:

@@ -19,8 +19,6 @@ from ds_fp8.memory.measure import Attention, Measured, Recording, measure
 from ds_fp8.memory.shapes import BF16, FP32, LayerShape, ModelShape, Workload
 from ds_fp8.train.packed_attention import varlen_attn
 
-WHOLE = 8 * BLOCK  # Tokens that are measured where there are more
-
 # ---------------------------------------------------------------- layers
 
 
@@ -85,12 +83,16 @@ def measured(layer: LayerShape, w: Workload) -> Measured:
 def _measured(
     model: ModelShape, layer: LayerShape, tokens: int, tile: int | None, how: Attention, on_gpu: bool
 ) -> Measured:
-    # Enough tokens that as many more always add the same: every expert has rows, every group is full, tiles follow.
+    # Enough tokens that as many more always add the same: every expert has rows, every group is full. Of a loop over
+    # tokens, in tiles for one, the peak alone continues: what is largest of many tokens must be so already.
     unit = tile or BLOCK
-    least = max(WHOLE, 2 * unit) + tokens % unit
-    if tokens <= least + unit:
-        return _recorded(model, layer, tokens, how, on_gpu).measured
-    shorter, longer = (_recorded(model, layer, length, how, on_gpu) for length in (least, least + unit))
+    for blocks in (8 if layer.has_experts else 2, 16):
+        least = blocks * unit + tokens % unit
+        if tokens <= least + unit:
+            return _recorded(model, layer, tokens, how, on_gpu).measured
+        shorter, longer = (_recorded(model, layer, length, how, on_gpu) for length in (least, least + unit))
+        if shorter.is_like(longer):
+            break
     return shorter.continued(longer, (tokens - least) // unit)
 
 

@@ -277,27 +277,26 @@ def _can_share(config: PretrainedConfig, size: int) -> bool:
 def _largest(w: Workload, what: Size, memory_bytes: int, limit: int) -> int:
     unit = MULTIPLE[what] * (w.shared_by if what == "sequence_length" else 1)
 
-    def fits(units: int) -> bool:
-        return estimate_workload(w.resized(what, units * unit)).device_bytes <= memory_bytes
+    def needed(units: int) -> int:
+        return estimate_workload(w.resized(what, units * unit)).device_bytes
 
-    return unit * search(fits, limit // unit)
+    return unit * search(needed, memory_bytes, limit // unit)
 
 
-def search(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number from 1 to `limit` that fits, 0 for none; all below it must fit."""
-    largest, step, too_large = 0, 1, limit + 1
-    while largest < step < too_large:
-        if fits(step):
-            largest, step = step, min(2 * step, limit)
+def search(needed: Callable[[int], int], most: int, limit: int) -> int:
+    """Return the largest number from 1 to `limit` that needs at most `most`, 0 for none; more must not need less."""
+    known, low, high, number = {}, 0, limit + 1, 1
+    while high - low > 1:
+        known[number] = needed(number)
+        low, high = (number, high) if known[number] <= most else (low, number)
+        # Nearly linear: next is where the line through two of them reaches `most`, every third time the middle.
+        start, end = (low, high) if high in known else (max((n for n in known if n < low), default=0), low)
+        if start in known and known[end] > known[start] and len(known) % 3:
+            number = start + (most - known[start]) * (end - start) // (known[end] - known[start])
         else:
-            too_large = step
-    while too_large - largest > 1:
-        middle = (largest + too_large) // 2
-        if fits(middle):
-            largest = middle
-        else:
-            too_large = middle
-    return largest
+            number = (low + high) // 2 if high in known else 2 * low
+        number = max(low + 1, min(number, high - 1))
+    return low
 
 
 # ---------------------------------------------------------------- what would fit

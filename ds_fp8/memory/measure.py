@@ -80,13 +80,17 @@ class Recording(NamedTuple):
             most = most if number else max(most, total)
         return most
 
+    def is_like(self, other: Recording) -> bool:
+        """Return whether the same operations were recorded."""
+        return [number for number, _ in self.changes] == [number for number, _ in other.changes]
+
     def continued(self, longer: Recording, times: int) -> Measured:
         """Return the bytes of rows that are longer by `times` as much as those of `longer`."""
 
         def at(one: int, other: int) -> int:
             return one + times * (other - one)
 
-        if [number for number, _ in self.changes] != [number for number, _ in longer.changes]:  # a loop over tokens
+        if not self.is_like(longer):  # a loop over tokens
             return Measured(*map(at, self.measured, longer.measured))
         pairs = zip(self.changes, longer.changes, strict=True)
         changes = tuple((number, at(size, after)) for (number, size), (_, after) in pairs)
@@ -153,21 +157,23 @@ class Live(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _kernels_run_by(live: Live) -> Iterator[None]:
-    """Let `live` run all functions that are one kernel on a GPU: those that import a module of Triton's there."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ds_fp8.")]
-    places = [
-        (module, name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, types.FunctionType) and _is_kernel(value)
-    ]
-    replaced = {value: functools.partial(live.run, value) for _, _, value in places}
-    replaced |= {quantization._reference: _quantized_as, reference.scaled_matmul: _multiplied}  # a shape is quicker
-    places += [(quantization, "_reference", quantization._reference)]
-    places += [(reference, "scaled_matmul", reference.scaled_matmul)]
+def _on_meta(live: Live, on_gpu: bool) -> Iterator[None]:
+    """Let `live` run the functions that are one kernel on a GPU: those that import a module of Triton's there.
+
+    Products and casts are their shapes alone, which takes less time. PEFT's autocast is nothing on the meta device.
+    """
+    new: dict[Any, Any] = {torch.autocast: lambda *args, **kwargs: contextlib.nullcontext()}
+    places = [(torch, "autocast", torch.autocast)]
+    if on_gpu:
+        new |= {quantization._reference: _quantized_as, reference.scaled_matmul: _multiplied}
+        modules = [module for name, module in list(sys.modules.items()) if name.startswith("ds_fp8.")]
+        functions = [(module, *item) for module in modules for item in vars(module).items()]
+        places += [place for place in functions if isinstance(place[2], types.FunctionType) and _is_kernel(place[2])]
+        places += [(quantization, "_reference", quantization._reference)]
+        places += [(reference, "scaled_matmul", reference.scaled_matmul)]
+    new = {value: functools.partial(live.run, value) for _, _, value in places} | new
     for module, name, value in places:
-        setattr(module, name, replaced[value])
+        setattr(module, name, new[value])
     try:
         yield
     finally:
@@ -233,7 +239,8 @@ def measure(
     args, kwargs = _call_of(decoder, container, layer, tokens)
     hidden = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
     given = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not hidden}
-    live, leaf = Live(), torch.empty_like(hidden, requires_grad=True)
+    # Where layers return tuples, those before it have left less dimensions.
+    live, leaf = Live(), hidden.new_empty(1, tokens, hidden.shape[-1]).requires_grad_()
     gradients: set[int] = set()
 
     def reduce(parameter: nn.Parameter) -> None:
@@ -242,7 +249,7 @@ def measure(
 
     hooks = [p.register_post_accumulate_grad_hook(reduce) for p in layer.parameters() if p.requires_grad]
     try:
-        with _kernels_run_by(live) if on_gpu else contextlib.nullcontext(), live, torch.enable_grad():
+        with _on_meta(live, on_gpu), live, torch.enable_grad():
             live.ignore(leaf, *given.values(), *_tensors_of_weights(layer))
             x = leaf + 0  # the output of the layer before
             of_input = weakref.ref(x.untyped_storage())
@@ -255,11 +262,13 @@ def measure(
             kept, size = live.bytes, 0 if of_input() is None else of_input().nbytes()
             live.changes.clear()
             root.backward()
+            changes, leaf.grad = tuple(live.changes), None
+            kept -= live.bytes  # of the root, and of what a first call made for good
     finally:
         for hook in hooks:
             hook.remove()
     arguments = sum(x.untyped_storage().nbytes() for x in given.values())
-    return Recording(kept, size, arguments, tuple(live.changes), frozenset(gradients))
+    return Recording(kept, size, arguments, changes, frozenset(gradients))
 
 
 def _with(x: torch.Tensor, hidden: torch.Tensor, values: Any) -> Any:

@@ -391,9 +391,9 @@ def model_shape(
 
 
 def _anywhere(fp8: FP8Config, device: Device) -> FP8Config:
-    """Return the same for any machine: which backend multiplies does not change what is kept.
+    """Return the same for any machine: which backend multiplies does not change what is kept, but for experts in FP8.
 
-    But experts are multiplied in FP8 beside some.
+    Without the monitor, which looks at casts now and then.
     """
     linear = fp8.linear
     backend = linear.backend
@@ -401,6 +401,7 @@ def _anywhere(fp8: FP8Config, device: Device) -> FP8Config:
         backend = "cublas" if device == "cuda" else "reference"
     products = "fp8" if multiplies_experts(linear.expert_products, backend) else "bf16"
     changes = {"linear": linear.model_copy(update={"backend": "reference", "expert_products": products})}
+    changes["monitor"] = fp8.monitor.model_copy(update={"every": 0})
     return fp8.model_copy(update=changes)
 
 

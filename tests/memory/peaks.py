@@ -110,27 +110,27 @@ STEPS = {
     "1.5B, two GPUs": Step(24.5, "1.5b", 8192, moments="coat", rows=2, gpus=2),
     "1.5B, precise": Step(24.7, "1.5b", 8192, "precise", moments="coat", rows=2, gpus=2),
     "1.5B, 2,048 tokens": Step(19.2, "1.5b", 2048, moments="coat"),
-    "1.5B, 2,048 tokens, two GPUs": Step(12.7, "1.5b", 2048, moments="coat", gpus=2),
-    "1.5B, 65,536 shared": Step(18.1, "1.5b", 65536, **_SHARED, recompute=True, more=KEEP),
-    "1.5B, 131,072 shared": Step(26.4, "1.5b", 131072, **_SHARED, recompute=True, more=KEEP),
+    "1.5B, 2,048 tokens, two GPUs": Step(12.7, "1.5b", 2048, moments="coat", gpus=2, error=0.075),
+    "1.5B, 65,536 shared": Step(18.1, "1.5b", 65536, **_SHARED, recompute=True, more=KEEP, error=0.06),
+    "1.5B, 131,072 shared": Step(26.4, "1.5b", 131072, **_SHARED, recompute=True, more=KEEP, error=0.04),
     "1.5B, 131,072 shared, FP8 attention": Step(23.6, "1.5b", 131072, **_SHARED, recompute=True, more=FP8_ATTENTION),
     "1.5B, 131,072 shared, offload": Step(18.7, "1.5b", 131072, **_SHARED, recompute="offload", more=FP8_ATTENTION),
-    "1.5B, 131,072 shared, tiled": Step(20.1, "1.5b", 131072, **_SHARED, recompute=True, more=TILED),
-    "1.5B, 131,072 shared, both": Step(15.2, "1.5b", 131072, **_SHARED, recompute="offload", more=TILED),
+    "1.5B, 131,072 shared, tiled": Step(20.1, "1.5b", 131072, **_SHARED, recompute=True, more=TILED, error=0.06),
+    "1.5B, 131,072 shared, both": Step(15.2, "1.5b", 131072, **_SHARED, recompute="offload", more=TILED, error=0.05),
     "7B, 14 layers, 131,072 shared, FP8 attention": Step(
-        45.7, "7b", 131072, **_SHARED, layers=14, recompute=True, more=FP8_ATTENTION
+        45.7, "7b", 131072, **_SHARED, layers=14, recompute=True, more=FP8_ATTENTION, error=0.05
     ),
     "8B, compact": Step(61.2, "8b", 8192, moments="compact", recompute=True, gradients="bf16"),
     "7B, adapters": Step(25.6, "7b", 4096, rows=2, lora=16),
     "7B, adapters, two GPUs": Step(22.1, "7b", 4096, rows=2, lora=16, gpus=2),
     "32B, adapters": Step(38.7, "32b", 4096, lora=16, recompute=True),
     "A3B, adapters": Step(42.1, "a3b", 4096, lora=16, recompute=True, vocabulary=151936),
-    "A3B, 4 layers, two GPUs": Step(18.9, "a3b", 8192, moments="coat", layers=4, gpus=2, vocabulary=32768),
+    "A3B, 4 layers, two GPUs": Step(18.9, "a3b", 8192, moments="coat", layers=4, gpus=2, vocabulary=32768, error=0.045),
     "A3B, 6 layers": Step(45.2, "a3b", 8192, moments="coat", layers=6, vocabulary=32768),
     "A3B, 4 layers": Step(29.5, "a3b", 2048, moments="coat", layers=4, vocabulary=32768),
     "A3B, 6 layers, BF16": Step(78.0, "a3b", 8192, OFF, layers=6, vocabulary=32768),
     "A3B, 4 layers, BF16": Step(54.3, "a3b", 2048, OFF, layers=4, vocabulary=32768),
-    "A3B, 8 layers, adapters, BF16": Step(29.3, "a3b", 4096, OFF, layers=8, vocabulary=32768, lora=16),
+    "A3B, 8 layers, adapters, BF16": Step(29.3, "a3b", 4096, OFF, layers=8, vocabulary=32768, lora=16, error=0.045),
 }
 
 

@@ -57,7 +57,7 @@ def test_a_kernel_counts_by_its_inputs_and_results():
         *((section, 2048 + 77) for section in ({}, {"fuse": "off"}, {"preset": "tensorwise"}, {"enabled": False})),
         (MULTIPLIED, 2048 + 77),
         (MULTIPLIED, 2048 + 3 * 128),
-        ({"activations": {"mlp_tile_tokens": 256}}, 2048 + 3 * 128),
+        ({"activations": {"mlp_tile_tokens": 128}}, 20 * 128 + 77),
         ({}, 2048),
     ],
 )
@@ -76,16 +76,13 @@ SIZES = {
     "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512,
     "num_key_value_heads": 4, "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-# Models that no formula describes: states and convolutions, latent attention, one product for q, k and v
+# Models that no formula describes: states and convolutions, one product for q, k and v
 OTHERS = {
     "mamba": {"state_size": 16},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 64},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
               "num_experts": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-                    "moe_intermediate_size": 128, "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 64,
-                    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
     "gpt_neox": {},
     "phi3": {},
 }  # fmt: skip

@@ -363,6 +363,6 @@ def _needed(raw: Mapping[str, Any], gpus: int, changes: tuple[str, ...]) -> int 
     try:
         for change in changes:
             apply_override(changed, change)
-        return estimate(changed, gpus=gpus).device_bytes
+        return estimate(changed, gpus=gpus).required_bytes
     except UserError:
         return None

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoConfig, BertConfig
+from transformers import AutoConfig, T5Config
 
 from ds_fp8.cli import main
 from ds_fp8.config.errors import UserError
@@ -61,16 +61,16 @@ def test_a_known_name_needs_no_network(capsys):
         (["nobody/no-such-model"], "MODEL", "neither a folder"),
         (["/nowhere/at/all"], "MODEL", "does not exist"),
         (["EMPTY"], "MODEL", "no config.json"),
-        (["BERT"], "MODEL", "no causal language model"),
+        (["T5"], "MODEL", "no causal language model"),
         (["MODEL", "--seq", "5000"], "--seq", "4,096 positions"),
         (["quickstart/cpt.json", "--lora", "8"], "--lora", "--set train.lora.r=8"),
-        (["quickstart/ctp"], None, 'did you mean "quickstart/cpt.json"'),
+        (["quickstart/ctp"], "", 'did you mean "quickstart/cpt.json"'),
     ],
 )
 def test_wrong_calls(model, tmp_path, arguments, key, words):
     (tmp_path / "empty").mkdir()
-    BertConfig().save_pretrained(tmp_path / "bert")
-    places = {"MODEL": model, "EMPTY": str(tmp_path / "empty"), "BERT": str(tmp_path / "bert")}
+    T5Config().save_pretrained(tmp_path / "t5")
+    places = {"MODEL": model, "EMPTY": str(tmp_path / "empty"), "T5": str(tmp_path / "t5")}
     with pytest.raises(UserError) as error:
         main(["estimate", *(places.get(argument, argument) for argument in arguments)])
     assert error.value.key == key

@@ -81,6 +81,7 @@ SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, values, strict=True))
 for _name in _VALUES:
     if "Qwen3" in _name:
         SHAPES[_name]["head_dim"] = 128
+        SHAPES[_name.removesuffix("-Base")] = {**SHAPES[_name], "max_position_embeddings": 40960}
 SHAPES["Qwen/Qwen3-30B-A3B"] |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 SHAPES["mistralai/Mistral-7B-v0.3"]["sliding_window"] = None
 SHAPES["google/gemma-3-1b-pt"] |= {"head_dim": 256, "sliding_window": 512}

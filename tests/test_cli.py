@@ -189,7 +189,7 @@ def test_a_shipped_stage_is_estimated_offline(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)
 
 
-def test_a_stage_is_estimated_where_its_twin_in_bf16_cannot_be(tmp_path, capsys):
+def test_adapters_on_experts_are_estimated_in_bf16_too(tmp_path, capsys):
     """Adapters on all linears of a mixture, experts among them."""
     stage = json.loads(config_file("quickstart/sft_stage1.json").read_text())
     shape = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 256, "hidden_size": 256}
@@ -199,10 +199,8 @@ def test_a_stage_is_estimated_where_its_twin_in_bf16_cannot_be(tmp_path, capsys)
     (tmp_path / "stage.json").write_text(json.dumps(stage))
     assert main(["estimate", str(tmp_path / "stage.json"), "--gpus", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.pop("as configured")["device_bytes"] > 0
-    assert found == {"BF16, fused loss": None, "BF16, its own loss": None}
-    assert main(["estimate", str(tmp_path / "stage.json"), "--gpus", "2"]) == 0
-    assert "BF16, its own loss: none (there is no estimate for adapters on experts" in capsys.readouterr().out
+    assert list(found) == ["as configured", "BF16, fused loss", "BF16, its own loss"]
+    assert all(column["device_bytes"] > 0 for column in found.values())
 
 
 @pytest.mark.parametrize(

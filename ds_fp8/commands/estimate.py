@@ -1,21 +1,25 @@
-"""Estimate a stage's memory on each GPU, FP8 beside BF16: no weights are loaded, no GPU is needed.
+"""Estimate the memory of a stage, or of a model, on each GPU, FP8 and BF16: no weights are loaded, no GPU is needed.
 
 ds-fp8 estimate infir2_1.5b/cpt.json --gpus 8 --gpu h100
+ds-fp8 estimate MODEL --gpus 8 --gpu h100 --lora 16     as `ds-fp8 train MODEL DATA`, with micro-batches of 8,192 tokens
 
-BF16 has the stage's recomputation, and once the loss that the stage has with FP8, without logits as Liger's, once its
-own. With --gpu or --memory it says whether the stage fits, and if not, what would; the exit code is 0 where it fits,
-else 1.
+MODEL is a folder with config.json, or a name on the hub. BF16 has the stage's recomputation, and once the loss that the
+stage has with FP8, without logits as Liger's, once its own. With --gpu or --memory it says whether the stage fits, and
+if not, what would; the exit code is 0 where it fits, else 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import os
+from pathlib import Path
+from typing import Any
 
 from ds_fp8.commands.arguments import (
     add_stage,
     amount,
+    config_file,
     count,
     fp8_in_words,
     load_deepspeed,
@@ -24,10 +28,9 @@ from ds_fp8.commands.arguments import (
     say,
     stage_file,
 )
+from ds_fp8.commands.new_stage import LONGEST, MICRO_BATCH, MICRO_TOKENS, TRAIN_BATCH, defaults, look_for_network
 from ds_fp8.config.errors import UserError
-
-if TYPE_CHECKING:
-    from ds_fp8.memory import Estimate
+from ds_fp8.config.files import apply_override, model_of_run
 
 GIB = 2**30
 STAGE = "as configured"
@@ -41,55 +44,57 @@ def main() -> int:
         "--gpu", metavar="NAME", help="the kind of GPU: h100, h200, b200, l40s, ... (an unknown name lists all)"
     )
     parser.add_argument("--memory", type=amount, metavar="GIB", help="memory of a GPU, instead of --gpu")
+    parser.add_argument("--lora", type=count, metavar="R", help="of a MODEL: adapters of this rank are trained")
+    parser.add_argument("--seq", type=count, metavar="TOKENS", help="of a MODEL: tokens of a row (default 4096)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     arguments = parser.parse_args()
     if arguments.gpu is not None and arguments.memory is not None:
         raise UserError("--gpu and --memory exclude each other", key="--memory", remedy="give one")
-    file = stage_file(arguments)
+    model = _model_of(arguments)
+    file = None if model else stage_file(arguments)
+    for option, key in {} if model else {"lora": "train.lora.r", "seq": "data.sequence_length"}.items():
+        if (value := getattr(arguments, option)) is not None:
+            problem = f"--{option} goes with a MODEL, and what is given is a stage"
+            raise UserError(problem, key=f"--{option}", remedy=f"--set {key}={value}")
+    if model:
+        look_for_network(model)
     load_deepspeed()
 
     from deepspeed.utils.logging import set_log_level_from_string
     from rich.console import Console
 
     from ds_fp8.memory.estimate import bf16_twins, estimate, gpu_of, largest_that_fits, longest_contexts
-    from ds_fp8.memory.report import print_estimates
+    from ds_fp8.memory.report import print_estimates, verdict_of
     from ds_fp8.memory.shapes import with_known_model
 
     gpu = None if arguments.gpu is None else gpu_of(arguments.gpu)
     memory = round(arguments.memory * GIB) if arguments.memory else gpu and gpu.bytes
     set_log_level_from_string("warning")
     # A model named on the hub gets its shape from a list: an estimate needs no network.
-    given = read_stage(arguments)
+    given = _stage_of(model, arguments) if model else read_stage(arguments)
     raw = with_known_model(given, file)
     say("estimating ...")
     try:
         stage = estimate(raw, gpus=arguments.gpus)
         fp8 = stage.workload.fp8
         twins = bf16_twins(raw, fp8) if fp8.enabled else {}
+        estimates = {STAGE: stage} | {name: estimate(twin, gpus=arguments.gpus) for name, twin in twins.items()}
     except UserError as error:
-        raise error.located(file) from None
-    estimates, without = {STAGE: stage}, {}
-    for name, twin in twins.items():
-        try:
-            estimates[name] = estimate(twin, gpus=arguments.gpus)
-        except UserError as error:
-            without[name] = error.problem
+        raise (error.located(file) if file else error) from None
     verdict = None if memory is None else verdict_of(raw, stage, memory, arguments.gpu and arguments.gpu.lower())
-    fits = memory is None or _needed(stage) <= memory
+    fits = memory is None or stage.required_bytes <= memory
     if arguments.json:
-        result: dict[str, Any] = {name: value.as_json() for name, value in estimates.items()} | dict.fromkeys(without)
+        result: dict[str, Any] = {name: value.as_json() for name, value in estimates.items()}
         for name, value in estimates.items() if memory is not None else ():
             sizes = ("micro_batch", "sequence_length")
             result[name]["largest"] = {what: largest_that_fits(value.workload, what, memory) for what in sizes}
             result[name]["longest_by_sequence_parallel_size"] = longest_contexts(value.workload, memory)
-            result[name]["fits"] = _needed(value) <= memory
+            result[name]["fits"] = value.required_bytes <= memory
         if verdict is not None:
             result[STAGE]["verdict"] = verdict
         print(json.dumps(result, indent=2))
         return int(not fits)
     print_estimates(estimates, memory, Console(highlight=False))
-    for name, problem in without.items():
-        print(f"{name}: none ({problem})")
     print(fp8_in_words(given, fp8))
     if verdict is not None:
         print(verdict)
@@ -98,31 +103,45 @@ def main() -> int:
     return int(not fits)
 
 
-def _needed(estimate: Estimate) -> int:
-    """Return the memory without which the stage does not run: that of graphs too where they are asked for."""
-    required = estimate.workload.fp8.graph == "on"
-    return estimate.device_bytes + (estimate.graph_bytes if required else 0)
+def _model_of(arguments: argparse.Namespace) -> str | None:
+    """Return the model that is given in the place of a stage: a folder, or a name that is no configuration's."""
+    name = arguments.stage
+    if not name or arguments.deepspeed_config or Path(name).suffix == ".json":
+        return None
+    if os.path.isdir(name):
+        return str(model_of_run(Path(name)) or name)
+    try:
+        config_file(name)
+    except UserError as error:
+        if "did you mean" in error.remedy:
+            raise
+        return name
+    return None
 
 
-def verdict_of(raw: Mapping[str, Any], estimate: Estimate, memory: int, gpu: str | None) -> str:
-    """Return one line: whether the stage fits, with CUDA graphs or without, and where it does not, what would."""
-    from ds_fp8.memory.estimate import gpus_that_fit, settings_that_fit
+def _stage_of(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the stage that `ds-fp8 train MODEL DATA` begins with, with rows of --seq tokens."""
+    from ds_fp8.memory.shapes import known_shape
+    from ds_fp8.train.stored_model import check_trainable, stored_config, stored_model
 
-    needed, graphs, gpus = _needed(estimate), estimate.graph_bytes, estimate.workload.gpus
-    where = f"{gpus} x {gpu}" if gpu else f"{gpus} GPU{'s' if gpus > 1 else ''}"
-    figures = f"{needed / GIB:.1f} of {memory / GIB:.1f} GiB on {where}"
-    if needed <= memory:
-        whole = estimate.device_bytes + graphs
-        if not graphs:
-            return f"fits: {figures}"
-        if whole <= memory:
-            return f"fits: {figures}, {whole / GIB:.1f} with CUDA graphs"
-        return (
-            f"fits only without CUDA graphs: {figures}, {whole / GIB:.1f} with them; steps launched by Python take "
-            "longer where micro-batches are small"
-        )
-    tried = (settings_that_fit, gpus_that_fit) if estimate.workload.device == "cuda" else ()
-    found = [remedy(raw, gpus, memory) for remedy in tried]
-    ways = [f"{remedy.change} ({remedy.device_bytes / GIB:.1f} GiB)" for remedy in found if remedy is not None]
-    would = f"fits with {' or with '.join(ways)}" if ways else "no tried setting or number of GPUs fits"
-    return f"does not fit: {figures}; {would}"
+    if known := known_shape(model):
+        longest = known["max_position_embeddings"]
+    else:
+        try:
+            source = stored_model(model, None)
+            check_trainable(source, config := stored_config(source))
+        except UserError as error:
+            error.key = "MODEL"
+            raise
+        longest = getattr(config, "max_position_embeddings", None)
+    length = arguments.seq or min(LONGEST, longest or LONGEST)
+    if longest is not None and length > longest:
+        problem = f"rows of {length:,} tokens are longer than the {longest:,} positions of {model}"
+        raise UserError(problem, key="--seq", remedy=f"--seq {longest}, or a model with more positions")
+    raw = defaults(model, "DATA", arguments.gpus, arguments.lora)
+    raw["data"]["sequence_length"] = length
+    raw[MICRO_BATCH] = max(1, MICRO_TOKENS // length)
+    raw[TRAIN_BATCH] = raw[MICRO_BATCH] * arguments.gpus
+    for change in arguments.set:
+        apply_override(raw, change)
+    return raw

@@ -127,7 +127,7 @@ def _check(arguments: argparse.Namespace, has_stage: bool) -> None:
 
 
 def _stage(arguments: argparse.Namespace) -> Stage:
-    from ds_fp8.engine.sequence_parallel import sequence_parallel_size
+    from ds_fp8.config.sequence_parallel import sequence_parallel_size
     from ds_fp8.train import load_stage
     from ds_fp8.train.stage import ranks_of_batch
 

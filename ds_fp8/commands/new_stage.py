@@ -98,7 +98,7 @@ def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tu
     from ds_fp8.train.stage import checked_stage
     from ds_fp8.train.stored_model import check_trainable, stored_config, stored_model
 
-    raw = _defaults(arguments, ranks)
+    raw = defaults(arguments.stage, arguments.data, ranks, arguments.lora, arguments.epochs, arguments.out)
     if any(change.startswith("train.steps=") for change in arguments.set):
         del raw["train"]["epochs"]
 
@@ -139,10 +139,13 @@ def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tu
     return stage, needs
 
 
-def _defaults(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    model = str(model_of_run(Path(arguments.stage)) or arguments.stage)
-    lora = {"lora": {"r": arguments.lora, "alpha": 2 * arguments.lora}} if arguments.lora else {}
-    name = f"{Path(os.path.abspath(arguments.stage)).name}-{Path(arguments.data).name.partition('.')[0]}"
+def defaults(
+    model: str, data: str, ranks: int, lora: int | None = None, epochs: float | None = None, out: str | None = None
+) -> dict[str, Any]:
+    """Return the stage of a model and data before either is read; lora is the rank of adapters."""
+    path = str(model_of_run(Path(model)) or model)
+    adapters = {"lora": {"r": lora, "alpha": 2 * lora}} if lora else {}
+    name = f"{Path(os.path.abspath(model)).name}-{Path(data).name.partition('.')[0]}"
     adamw = {"lr": RATES["large"], "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
     return {
         TRAIN_BATCH: ranks,
@@ -152,12 +155,12 @@ def _defaults(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3},
         "fp8": {"preset": "precise"},
-        "model": {"path": model, "activation_checkpointing": False},
-        "data": {"path": arguments.data, "tokenizer": model},
+        "model": {"path": path, "activation_checkpointing": False},
+        "data": {"path": data, "tokenizer": path},
         "train": {
-            "run_dir": arguments.out or f"runs/{name}{'-lora' if lora else ''}",
-            **lora,
-            "epochs": arguments.epochs or 1,
+            "run_dir": out or f"runs/{name}{'-lora' if adapters else ''}",
+            **adapters,
+            "epochs": epochs or 1,
             "schedule": {"type": "cosine", "warmup": 0.03, "min_ratio": 0.1},
             "keep_last": 1,
         },
@@ -246,8 +249,8 @@ def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tupl
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from ds_fp8.commands.estimate import verdict_of
     from ds_fp8.memory.estimate import estimate_workload, largest_that_fits
+    from ds_fp8.memory.report import verdict_of
     from ds_fp8.memory.shapes import read_workload
 
     device, name, memory = "cpu", "CPU", psutil.virtual_memory().total // ranks
@@ -257,6 +260,7 @@ def _fit(raw: dict[str, Any], ranks: int, wanted: int, console: Console) -> tupl
     recompute = raw["model"]["activation_checkpointing"]
     try:
         w = read_workload(raw, gpus=ranks, device=device)
+        estimate_workload(w)  # refused where a layer cannot be measured
     except UserError as error:
         console.print(f"{error.problem}: micro-batches of one row", markup=False)
         return 1, recompute, None

@@ -28,6 +28,7 @@ from ds_fp8.config.errors import UserError, show_without_traceback
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.config.presets import DEFAULT, FOR_TRAINED, leaves_preset_open
+from ds_fp8.config.sequence_parallel import sequence_parallel_size
 from ds_fp8.engine import preflight
 from ds_fp8.engine.attach import attach, parameters_with_corrections
 from ds_fp8.engine.model import added_in_bf16, apply_checkpointing_section, weights_are_trained, wider_prefetch
@@ -35,7 +36,7 @@ from ds_fp8.engine.optimizer import choose_optimizer
 from ds_fp8.engine.plans import convert as convert_by_plans
 from ds_fp8.engine.plans import plans_of, recipe_from_config
 from ds_fp8.engine.report import log_report, start_report
-from ds_fp8.engine.sequence_parallel import check_training_data, sequence_parallel_size, share_sequences
+from ds_fp8.engine.sequence_parallel import check_training_data, share_sequences
 from ds_fp8.engine.state import FP8State
 from ds_fp8.layers.attention.cudnn import load_cudnn
 from ds_fp8.layers.attention.selective_checkpointing import keep_attention

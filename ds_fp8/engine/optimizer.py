@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from inspect import signature
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +16,6 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
-from ds_fp8.engine.plans import step_plan
 from ds_fp8.optim.adamw import AdamW
 
 _ADAM = ("adam", "adamw")
@@ -57,7 +58,8 @@ def research_optimizer(name: str) -> type | None:
 
 def needs_own_optimizer(fp8: FP8Config) -> bool:
     """Return whether only ds_fp8.optim.AdamW does what this section asks for."""
-    return step_plan(fp8).own_optimizer
+    kept = fp8.optimizer
+    return fp8.enabled and (kept.precision().compressed or kept.master != "fp32" or kept.implementation == "ds_fp8")
 
 
 def _is_adamw(optimizer: Any) -> bool:
@@ -140,7 +142,7 @@ def _state(configuration: Configuration, rank: Callable[[], int]) -> dict[str, A
     # Ranks with shards draw different numbers. In stage 0 each keeps all of the state: other numbers would let their
     # weights drift apart.
     seed = rank() if configuration.stage else 0
-    return {**asdict(step_plan(configuration.fp8).moments), "seed": seed}
+    return {**asdict(configuration.fp8.optimizer.precision()), "seed": seed}
 
 
 def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callable[[Iterable], AdamW]:
@@ -171,11 +173,13 @@ def make_adamw(configuration: Configuration, rank: Callable[[], int]) -> Callabl
             known = (*_OWN, *_CHOOSE_AN_IMPLEMENTATION, *_ONLY)
             refuse(f"optimizer.params.{key}", f'AdamW has no "{key}"', nearest(key, known))
     # The default is that of the Adam this one takes the place of.
-    decay = torch.optim.AdamW([torch.zeros(1)]).defaults["weight_decay"] if params.get("torch_adam") else 0.0
+    decay = signature(torch.optim.AdamW).parameters["weight_decay"].default if params.get("torch_adam") else 0.0
     arguments = {"weight_decay": decay} | {key: params[key] for key in _OWN if key in params}
     try:
-        # Made once on nothing, so that mistakes show here, with file and key, and not inside DeepSpeed.
-        AdamW([torch.nn.Parameter(torch.zeros(1))], **arguments)
+        # Made once on nothing, so that mistakes show here, with file and key, and not inside DeepSpeed. With a
+        # parameter torch would import its compiler, which takes a second.
+        with suppress(ValueError):  # an empty list, once all else is accepted
+            AdamW([], **arguments)
     except UserError as error:
         raise error.located(configuration.file) from None
     except TypeError as error:

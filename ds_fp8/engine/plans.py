@@ -11,6 +11,7 @@ from torch import nn
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.linear import LinearCasts
 from ds_fp8.config.plans import GradientReduction, GroupPlan, StepPlan
+from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.gemm import select_backend
 from ds_fp8.layers.convert import Conversion, LayersPlan
 from ds_fp8.layers.convert import convert as convert_layers
@@ -58,11 +59,10 @@ def group_plan(config: FP8Config) -> GroupPlan:
 
 
 def step_plan(config: FP8Config) -> StepPlan:
-    kept, reduce, moments = config.optimizer, config.grad_reduce, config.optimizer.precision()
-    own = moments.compressed or kept.master != "fp32" or kept.implementation == "ds_fp8"
+    reduce = config.grad_reduce
     return StepPlan(
-        moments=moments,
-        own_optimizer=config.enabled and own,
+        moments=config.optimizer.precision(),
+        own_optimizer=needs_own_optimizer(config),
         reduction=GradientReduction(reduce.format, reduce.scale) if reduce.format != "bf16" else None,
         graph=config.graph,
         min_snr_db=config.monitor.min_snr_db,

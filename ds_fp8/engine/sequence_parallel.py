@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import deepspeed
 from deepspeed import comm as dist
@@ -13,91 +13,22 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_fp8.config.errors import UserError, first_line
-from ds_fp8.config.schema import clipped_repr
+from ds_fp8.config.sequence_parallel import (
+    KEY,
+    check_heads,
+    check_layers,
+    check_ranks,
+    check_rotation,
+    refuse,
+    sequence_parallel_size,
+)
 from ds_fp8.layers.attention.format import PREFIX, is_attention, restore_attention, window_of
 from ds_fp8.layers.attention.sequence_parallel import exchange_of, separate_documents
 from ds_fp8.zero.deepspeed import ulysses
 from ds_fp8.zero.deepspeed.patches import disable_shm_build
 
-KEY = "sequence_parallel_size"
 PACKED = "packed"  # the attention implementation whose mask is the ends of documents
 WITHOUT_POSITIONS = ("sdpa", PACKED)  # implementations that know documents and windows from the mask alone
-# Types of layers, in configurations of transformers, in which attention alone mixes tokens.
-MIXES_BY_ATTENTION = {"full_attention", "sliding_attention", "attention", "moe", "mlp", "dense", "sparse"}
-# Types of rotary embeddings with frequencies by the largest position of a call.
-BY_LENGTH = ("dynamic", "longrope")
-
-
-def _refuse(problem: str, remedy: str) -> NoReturn:
-    raise UserError(problem, key=KEY, remedy=remedy)
-
-
-def sequence_parallel_size(raw: Mapping[str, Any]) -> int:
-    """Return the number of ranks of a sequence: 1 if the configuration has no key, or a device mesh instead."""
-    size = raw.get(KEY, 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        _refuse(f"{KEY} must be a whole number of at least 1, got {clipped_repr(size)}", f'"{KEY}": 2, say')
-    return 1 if "data_parallel_size" in raw else size  # DeepSpeed makes a device mesh of the two
-
-
-def check_ranks(size: int, world: int) -> None:
-    if world % size:
-        remedy = f"a number that divides {world}, or another number of ranks"
-        _refuse(f"{size} ranks share a sequence, but there are {world} ranks", remedy)
-
-
-def check_heads(config: PretrainedConfig, size: int) -> None:
-    if size == 1:
-        return
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if heads is None:
-        _refuse(
-            f"ranks exchange the heads of attention, and {type(config).__name__} has none",
-            "1, or a model whose layers have causal attention",
-        )
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    good = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if size not in good:
-        _refuse(
-            f"{heads} heads, and {kv_heads} of keys and values, cannot be spread over {size} ranks",
-            f"one of 1, {', '.join(map(str, good))}",
-        )
-
-
-def check_layers(config: PretrainedConfig, size: int) -> None:
-    """Raise UserError for layers that mix tokens by anything but causal attention with heads of one size."""
-    if size == 1:
-        return
-    types = getattr(config.get_text_config(), "layer_types", None) or ()
-    other = next((name for name in types if name not in MIXES_BY_ATTENTION), None)
-    if other is not None:
-        _refuse(
-            f'layers of type "{other}" cannot be computed in slices: causal attention alone is exchanged between ranks',
-            "1, or a model whose layers have causal attention",
-        )
-    if getattr(config.get_text_config(), "v_head_dim", None) is not None:
-        _refuse(
-            "heads of values have another size than those of keys (multi-head latent attention), and DeepSpeed "
-            "exchanges heads of one size",
-            "1, or a model without latent attention",
-        )
-
-
-def check_rotation(config: PretrainedConfig, size: int) -> None:
-    """Raise UserError for rotary frequencies that depend on the largest position: a rank has those of its slice."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    # One for all layers, or one a type of layers.
-    for one in [rope, *(value for value in rope.values() if isinstance(value, Mapping))] if size > 1 else ():
-        kind = one.get("rope_type", one.get("type"))
-        if kind not in BY_LENGTH or (kind == "longrope" and one.get("short_factor") == one.get("long_factor")):
-            continue
-        remedy = '"rope_type": "yarn", "linear" or "llama3" in the configuration of the model'
-        if kind == "longrope":
-            remedy = 'equal "short_factor" and "long_factor", those of the rows\' length, in the model\'s configuration'
-        problem = f'rotary embeddings of type "{kind}" have frequencies that depend on the length of rows'
-        _refuse(f"{problem}, and a rank has a slice of them", remedy)
 
 
 def share_sequences(raw: Mapping[str, Any], model: nn.Module | None, mpu: Any, mesh_param: Any) -> Any:
@@ -128,7 +59,7 @@ def check_training_data(training_data: Any, mpu: Any) -> None:
     """Raise UserError for training_data under sequence parallelism: DeepSpeed makes no loader for it."""
     # DeepSpeed's loader asks an mpu for this method, which its own groups of ranks lack.
     if training_data is not None and mpu is ulysses.MPU and not hasattr(mpu, "get_data_parallel_world_size"):
-        _refuse(
+        refuse(
             "DeepSpeed makes no loader of training_data whose rows ranks share",
             "no training_data, and a loader of your own in UlyssesSPDataLoaderAdapter (docs/long_context.md)",
         )
@@ -139,7 +70,7 @@ def _check_windows(model: nn.Module, name: str) -> None:
     windows = (window_of(module) for module in model.modules() if is_attention(module))
     window = next((tokens for tokens in windows if tokens is not None), None)
     if window is not None:
-        _refuse(
+        refuse(
             f'the model has a sliding window of {window} tokens, which is lost where "{name}" attention is exchanged',
             'attn_implementation="flash_attention_2", which takes windows as an argument; or sliding_window=None in '
             "the model's configuration where rows are no longer than the window",
@@ -149,7 +80,7 @@ def _check_windows(model: nn.Module, name: str) -> None:
 def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any:
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
-        _refuse(
+        refuse(
             f"ranks share sequences by the attention functions of transformers, and {type(model).__name__} has none",
             "a model of transformers, or mpu=... for one of your own",
         )
@@ -159,7 +90,7 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
     check_heads(config, size)
     text, name = config.get_text_config(), config._attn_implementation
     if getattr(text, "num_key_value_heads", None) is None:
-        _refuse(
+        refuse(
             f"DeepSpeed reads num_key_value_heads of the model's configuration, and {type(config).__name__} has none",
             "a model whose configuration names it, such as Llama, Qwen or Mistral; or 1",
         )
@@ -167,7 +98,7 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
         _check_windows(model, name)
     sdpa = 'attn_implementation="sdpa" when the model is loaded'
     if name == "eager":
-        _refuse('the model\'s attention is "eager", which needs a mask of unsharded rows', sdpa)
+        refuse('the model\'s attention is "eager", which needs a mask of unsharded rows', sdpa)
     if not dist.is_initialized():
         disable_shm_build()
         deepspeed.init_distributed()
@@ -179,7 +110,7 @@ def _register(raw: Mapping[str, Any], model: nn.Module | None, size: int) -> Any
     # DeepSpeed keeps its groups of ranks in module globals: one set a process, for all models.
     if before is not None or ulysses.has_groups():
         if before is None or ulysses.shape_of(before) != (size, rows, text.num_attention_heads):
-            _refuse("this process already shares sequences of another model", "one process for each model")
+            refuse("this process already shares sequences of another model", "one process for each model")
         return ulysses.MPU
     computed = getattr(text, "head_dim", 0) is None  # as in Mixtral's; DeepSpeed would read None for a number
     if computed:

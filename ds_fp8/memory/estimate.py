@@ -26,7 +26,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.schema import nearest
-from ds_fp8.engine.sequence_parallel import sequence_parallel_size
+from ds_fp8.config.sequence_parallel import check_heads, check_layers, sequence_parallel_size
 from ds_fp8.memory import activations, states
 from ds_fp8.memory.shapes import Device, Workload, read_workload
 from ds_fp8.train.stage import resolve_batch
@@ -152,6 +152,11 @@ class Estimate:
         return round(share * (self.peak_bytes - self.lasting_bytes)) if self.workload.has_graphs else 0
 
     @property
+    def required_bytes(self) -> int:
+        """Return the memory without which the stage does not run: that of graphs too where they are asked for."""
+        return self.device_bytes + (self.graph_bytes if self.workload.fp8.graph == "on" else 0)
+
+    @property
     def host_bytes(self) -> int:
         return activations.inputs_on_host(self.workload)
 
@@ -216,8 +221,10 @@ def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
     yield phase("the loss", {ACTIVATIONS: activations.final_norm(w), **head})
     reductions, gradient = states.reductions(w), activations.head_gradient(w)
     for index in reversed(range(len(layers))):
-        parts = {WORKSPACE: activations.workspace(layers[index], w), GATHERED: states.gathered_in_backward(w, index)}
-        parts |= {LOSS: gradient, REDUCTION: states.reduction_bytes(reductions, index, w)}
+        reduction = states.reduction_bytes(reductions, index, w)
+        workspace = activations.workspace(layers[index], w, reduces=bool(reduction) and w.own_step)
+        parts = {WORKSPACE: workspace, GATHERED: states.gathered_in_backward(w, index)}
+        parts |= {LOSS: gradient, REDUCTION: reduction}
         yield phase(f"backward of layer {index + 1} of {len(layers)}", parts)
         present -= kept[index]
     waiting = 0
@@ -253,40 +260,43 @@ def longest_contexts(w: Workload, memory_bytes: int) -> dict[int, int]:
     Only memory bounds them: for more positions than the model has, its rotary embedding must be scaled. A size counts
     if it divides the GPUs and the model's heads.
     """
-    layer = w.model.layers[0]
-    sizes = [
-        size
-        for size in range(1, w.gpus + 1)
-        if w.gpus % size == 0 and layer.heads % size == 0 and (layer.kv_heads % size == 0 or size % layer.kv_heads == 0)
-    ]
+    sizes = [size for size in range(1, w.gpus + 1) if w.gpus % size == 0 and _can_share(w.model.decoder.config, size)]
     limit = LARGEST["sequence_length"]
     return {size: _largest(replace(w, shared_by=size), "sequence_length", memory_bytes, limit) for size in sizes}
+
+
+def _can_share(config: PretrainedConfig, size: int) -> bool:
+    try:
+        check_heads(config, size)
+        check_layers(config, size)
+    except UserError:
+        return False
+    return True
 
 
 def _largest(w: Workload, what: Size, memory_bytes: int, limit: int) -> int:
     unit = MULTIPLE[what] * (w.shared_by if what == "sequence_length" else 1)
 
-    def fits(units: int) -> bool:
-        return estimate_workload(w.resized(what, units * unit)).device_bytes <= memory_bytes
+    def needed(units: int) -> int:
+        return estimate_workload(w.resized(what, units * unit)).device_bytes
 
-    return unit * search(fits, limit // unit)
+    return unit * search(needed, memory_bytes, limit // unit)
 
 
-def search(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number from 1 to `limit` that fits, 0 for none; all below it must fit."""
-    largest, step, too_large = 0, 1, limit + 1
-    while largest < step < too_large:
-        if fits(step):
-            largest, step = step, min(2 * step, limit)
+def search(needed: Callable[[int], int], most: int, limit: int) -> int:
+    """Return the largest number from 1 to `limit` that needs at most `most`, 0 for none; more must not need less."""
+    known, low, high, number = {}, 0, limit + 1, 1
+    while high - low > 1:
+        known[number] = needed(number)
+        low, high = (number, high) if known[number] <= most else (low, number)
+        # Nearly linear: next is where the line through two of them reaches `most`, every third time the middle.
+        start, end = (low, high) if high in known else (max((n for n in known if n < low), default=0), low)
+        if start in known and known[end] > known[start] and len(known) % 3:
+            number = start + (most - known[start]) * (end - start) // (known[end] - known[start])
         else:
-            too_large = step
-    while too_large - largest > 1:
-        middle = (largest + too_large) // 2
-        if fits(middle):
-            largest = middle
-        else:
-            too_large = middle
-    return largest
+            number = (low + high) // 2 if high in known else 2 * low
+        number = max(low + 1, min(number, high - 1))
+    return low
 
 
 # ---------------------------------------------------------------- what would fit
@@ -353,6 +363,6 @@ def _needed(raw: Mapping[str, Any], gpus: int, changes: tuple[str, ...]) -> int 
     try:
         for change in changes:
             apply_override(changed, change)
-        return estimate(changed, gpus=gpus).device_bytes
+        return estimate(changed, gpus=gpus).required_bytes
     except UserError:
         return None

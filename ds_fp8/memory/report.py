@@ -12,7 +12,14 @@ from rich.table import Table
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.preflight import OWN_SECTIONS
-from ds_fp8.memory.estimate import KINDS, Estimate, largest_that_fits, longest_contexts
+from ds_fp8.memory.estimate import (
+    KINDS,
+    Estimate,
+    gpus_that_fit,
+    largest_that_fits,
+    longest_contexts,
+    settings_that_fit,
+)
 from ds_fp8.memory.sweep import OK, Record, estimate_of
 from ds_fp8.report.compare import Point
 from ds_fp8.train.run_folder import write_atomically
@@ -62,6 +69,28 @@ def print_estimates(estimates: Mapping[str, Estimate], memory_bytes: int | None,
             "The last rows: the longest rows by memory alone, beyond the model's positions too; GPUs share a row by "
             '"sequence_parallel_size".'
         )
+
+
+def verdict_of(raw: Mapping[str, Any], estimate: Estimate, memory: int, gpu: str | None) -> str:
+    """Return one line: whether the stage fits, with CUDA graphs or without, and where it does not, what would."""
+    needed, graphs, gpus = estimate.required_bytes, estimate.graph_bytes, estimate.workload.gpus
+    where = f"{gpus} x {gpu}" if gpu else f"{gpus} GPU{'s' if gpus > 1 else ''}"
+    figures = f"{needed / GIB:.1f} of {memory / GIB:.1f} GiB on {where}"
+    if needed <= memory:
+        whole = estimate.device_bytes + graphs
+        if not graphs:
+            return f"fits: {figures}"
+        if whole <= memory:
+            return f"fits: {figures}, {whole / GIB:.1f} with CUDA graphs"
+        return (
+            f"fits only without CUDA graphs: {figures}, {whole / GIB:.1f} with them; steps launched by Python take "
+            "longer where micro-batches are small"
+        )
+    tried = (settings_that_fit, gpus_that_fit) if estimate.workload.device == "cuda" else ()
+    found = [remedy(raw, gpus, memory) for remedy in tried]
+    ways = [f"{remedy.change} ({remedy.device_bytes / GIB:.1f} GiB)" for remedy in found if remedy is not None]
+    would = f"fits with {' or with '.join(ways)}" if ways else "no tried setting or number of GPUs fits"
+    return f"does not fit: {figures}; {would}"
 
 
 def _size(size: int) -> str:

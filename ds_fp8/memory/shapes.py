@@ -7,11 +7,10 @@ loss does without logits. The converted model stays: activations.py runs its lay
 
 from __future__ import annotations
 
-import json
+import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,39 +23,46 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, first_paragraph
 from ds_fp8.config.files import read_json
 from ds_fp8.config.formats import CastSpec
-from ds_fp8.config.fp8 import FP8Config, parse_fp8, section_of
+from ds_fp8.config.fp8 import FP8Config, section_of
 from ds_fp8.config.presets import with_assumed_preset
 from ds_fp8.config.schema import parse_section
-from ds_fp8.data import DataConfig
-from ds_fp8.engine import preflight
-from ds_fp8.engine.optimizer import uses_own_optimizer
-from ds_fp8.engine.plans import convert
-from ds_fp8.engine.sequence_parallel import (
+from ds_fp8.config.sequence_parallel import (
     check_heads,
     check_layers,
     check_ranks,
     check_rotation,
     sequence_parallel_size,
 )
-from ds_fp8.layers.experts.adapters import FP8ParamWrapper, wraps_parameter
+from ds_fp8.data import DataConfig
+from ds_fp8.engine import preflight
+from ds_fp8.engine.optimizer import uses_own_optimizer
+from ds_fp8.engine.plans import convert
 from ds_fp8.layers.experts.experts import FP8Experts
 from ds_fp8.layers.experts.selection import multiplies_experts
 from ds_fp8.layers.head.loss import fuse_loss
 from ds_fp8.layers.linear.linear import FP8Linear, base_of
 from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.memory.measure import unshard
 from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.stage import Lora, ModelConfig, resolve_batch
 from ds_fp8.train.stored_model import stored_config, stored_model
 
 BF16, FP32 = 2, 4  # Bytes of an element
 Device = Literal["cuda", "cpu"]
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 _KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "vocab_size", "max_position_embeddings", "tie_word_embeddings",
 )  # fmt: skip
 _VALUES = {
+    "Qwen/Qwen2.5-0.5B":         ("qwen2",        896,  4864, 24, 14, 2, 151936,  32768,  True),
+    "Qwen/Qwen2.5-3B":           ("qwen2",       2048, 11008, 36, 16, 2, 151936,  32768,  True),
+    "Qwen/Qwen2.5-14B":          ("qwen2",       5120, 13824, 48, 40, 8, 152064, 131072, False),
+    "Qwen/Qwen2.5-32B":          ("qwen2",       5120, 27648, 64, 40, 8, 152064, 131072, False),
+    "Qwen/Qwen2.5-72B":          ("qwen2",       8192, 29568, 80, 64, 8, 152064, 131072, False),
+    "Qwen/Qwen3-14B-Base":       ("qwen3",       5120, 17408, 40, 40, 8, 151936,  32768, False),
+    "Qwen/Qwen3-32B":            ("qwen3",       5120, 25600, 64, 64, 8, 151936,  40960, False),
+    "Qwen/Qwen3-30B-A3B":        ("qwen3_moe",   2048,  6144, 48, 32, 4, 151936,  40960, False),
     "Qwen/Qwen2.5-1.5B":         ("qwen2",       1536,  8960, 28, 12, 2, 151936, 131072,  True),
     "Qwen/Qwen2.5-7B":           ("qwen2",       3584, 18944, 28, 28, 4, 152064, 131072, False),
     "meta-llama/Llama-3.1-8B":   ("llama",       4096, 14336, 32, 32, 8, 128256, 131072, False),
@@ -75,8 +81,12 @@ SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, values, strict=True))
 for _name in _VALUES:
     if "Qwen3" in _name:
         SHAPES[_name]["head_dim"] = 128
+        SHAPES[_name.removesuffix("-Base")] = {**SHAPES[_name], "max_position_embeddings": 40960}
+SHAPES["Qwen/Qwen3-30B-A3B"] |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 SHAPES["mistralai/Mistral-7B-v0.3"]["sliding_window"] = None
 SHAPES["google/gemma-3-1b-pt"] |= {"head_dim": 256, "sliding_window": 512}
+
+_KNOWN: dict[Hashable, ModelShape] = {}  # Shapes of this process
 
 
 @dataclass(frozen=True)
@@ -96,28 +106,22 @@ class ParameterShape:
 
 @dataclass(frozen=True, eq=False)
 class LayerShape:
-    """A decoder layer with attention and a gated MLP, or experts."""
+    """A decoder layer."""
 
     module: nn.Module  # On the meta device, converted
-    mlp: nn.Module | None  # gate, up and down_proj, beside experts those of all tokens
-    experts: nn.Module | None  # Of transformers' interface: [E, 2I, H] and [E, H, I]
     parameters: tuple[ParameterShape, ...]
 
     @property
-    def hidden(self) -> int:
-        return self.module.self_attn.q_proj.in_features
+    def attention(self) -> nn.Module | None:
+        """Return its attention with q, k, v and o_proj."""
+        found = getattr(self.module, "self_attn", None)
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        linear = all(isinstance(base_of(getattr(found, name, None)), nn.Linear) for name in names)
+        return found if linear and hasattr(found, "head_dim") else None
 
     @property
-    def heads(self) -> int:
-        return self.module.self_attn.q_proj.out_features // self.head_dim
-
-    @property
-    def kv_heads(self) -> int:
-        return self.module.self_attn.k_proj.out_features // self.head_dim
-
-    @property
-    def head_dim(self) -> int:
-        return self.module.self_attn.head_dim
+    def has_experts(self) -> bool:
+        return any(isinstance(module, FP8Experts) for module in self.module.modules())
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +129,7 @@ class ModelShape:
     """A causal language model: embeddings, decoder layers, final norm and head."""
 
     decoder: nn.Module  # All but the head, on the meta device
+    container: str  # The decoder's attribute that has the layers
     layers: tuple[LayerShape, ...]
     outside: tuple[ParameterShape, ...]  # Parameters outside of the layers but for the head's: embeddings, norms
     head: ParameterShape | None  # The head's weight; None where it is the embedding's
@@ -132,8 +137,11 @@ class ModelShape:
     hidden: int
     embedding: int  # Elements of the token embedding
     loss_without_logits: bool
-    longest: int | None  # max_position_embeddings, where there is such a limit
-    chosen: int  # Experts of a token, 0 without experts
+
+    @property
+    def longest(self) -> int | None:
+        """Return max_position_embeddings, where there is such a limit."""
+        return getattr(self.decoder.config, "max_position_embeddings", None)
 
     @property
     def parameters(self) -> tuple[ParameterShape, ...]:
@@ -263,8 +271,11 @@ def _read(
     rows, tokens = micro_batch, length or data.sequence_length
     if data.tokens_per_gpu is not None and length is None:
         rows, tokens = 1, data.tokens_per_gpu * shared_by
+    key = model.to_json_string(use_diff=False), fp8.model_dump_json(), device, lora
+    if key not in _KNOWN:
+        _KNOWN[key] = model_shape(copy.deepcopy(model), fp8, device, lora)
     return Workload(
-        model=_cached_shape(model.to_json_string(use_diff=False), type(model), fp8.model_dump_json(), device, lora),
+        model=_KNOWN[key],
         fp8=fp8,
         gpus=gpus,
         rows=rows,
@@ -301,7 +312,12 @@ def _model_config(section: ModelConfig, train: Mapping[str, Any]) -> PretrainedC
     return stored_config(stored_model(path, init_from if path is None else None, revision))
 
 
-def with_known_model(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def known_shape(name: str) -> dict[str, Any] | None:
+    """Return the configuration of a model of SHAPES; tuned models keep the sizes."""
+    return SHAPES.get(name.removesuffix("-Instruct"))
+
+
+def with_known_model(raw: Mapping[str, Any], file: Path | None) -> dict[str, Any]:
     """Return a stage whose model can be estimated where it lies neither here nor in reach.
 
     A model of SHAPES is described in the place of its name. A stage that begins with the weights of a run that has not
@@ -316,7 +332,7 @@ def with_known_model(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
             found = section_of(with_known_model(read_json(earlier), earlier), "model")
             model = {**model, **{key: found.get(key) for key in ("path", "config")}}
             raw["train"] = {**train, "init_from": None}
-    shapes = SHAPES.get(str(model.get("path")).removesuffix("-Instruct"))  # tuned models keep the sizes
+    shapes = known_shape(str(model.get("path")))
     if shapes is not None:
         model = {**model, "path": None, "config": shapes}
     if model:
@@ -335,13 +351,6 @@ def _stage_that_writes(run_dir: str, file: Path) -> Path | None:
     return None
 
 
-@lru_cache(maxsize=32)
-def _cached_shape(
-    model_json: str, kind: type[PretrainedConfig], fp8_json: str, device: Device, lora: Lora | None
-) -> ModelShape:
-    return model_shape(kind.from_dict(json.loads(model_json)), parse_fp8({"fp8": json.loads(fp8_json)}), device, lora)
-
-
 def model_shape(
     config: PretrainedConfig, fp8: FP8Config, device: Device = "cuda", lora: Lora | None = None
 ) -> ModelShape:
@@ -352,22 +361,16 @@ def model_shape(
             add_adapters(model, lora)
     if fp8.enabled:
         convert(model, _anywhere(fp8, device))
-    of_peft = (part for part in model.modules() if wraps_parameter(part) and not isinstance(part, FP8ParamWrapper))
-    if any(part.num_experts > 1 for part in of_peft):
-        problem = (
-            "there is no estimate for adapters on experts that stay in BF16, which PEFT adds to all of their weights"
-        )
-        raise UserError(problem, key="train.lora.targets", remedy="measure it: ds-fp8 sweep")
     loss_without_logits = fp8.fuses_loss and fuse_loss(model).fused
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    layers = [layer for layer in model.modules() if _is_layer(layer)]
-    if not layers or head is None or embedding is None:
+    decoder, container = _layers_of(model)
+    if decoder is None or head is None or embedding is None:
         raise UserError(
-            f"there is no estimate for {type(model).__name__}: its layers are not attention with q, k, v and o_proj "
-            "and an MLP with gate, up and down_proj or gated experts",
+            f"there is no estimate for {type(model).__name__}: its decoder has no list of layers, or it has no head",
             key="model",
             remedy="measure it: ds-fp8 sweep",
         )
+    layers = getattr(decoder, container)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     own_head = head.weight is not embedding.weight
     head_ids = {id(parameter) for parameter in head.parameters()} if own_head else set()
@@ -376,23 +379,22 @@ def model_shape(
     in_fp8 |= {id(weight): recipe for module in experts for weight, recipe in module.recipes_of_weights()}
     outside = [p for p in model.parameters() if id(p) not in inside | head_ids]
     return ModelShape(
-        decoder=model.get_decoder(),
-        layers=_layer_shapes(layers, in_fp8),
+        decoder=decoder,
+        container=container,
+        layers=_layer_shapes(layers, in_fp8, fp8.enabled and fp8.param_gather.format != "bf16"),
         outside=tuple(_shape(parameter, in_fp8) for parameter in outside),
         head=_shape(head.weight, in_fp8) if own_head else None,
         vocabulary=head.weight.shape[0],
         hidden=head.weight.shape[1],
         embedding=embedding.weight.numel(),
         loss_without_logits=loss_without_logits,
-        longest=getattr(config, "max_position_embeddings", None),
-        chosen=getattr(config.get_text_config(), "num_experts_per_tok", 0),
     )
 
 
 def _anywhere(fp8: FP8Config, device: Device) -> FP8Config:
-    """Return the same for any machine: which backend multiplies does not change what is kept.
+    """Return the same for any machine: which backend multiplies does not change what is kept, but for experts in FP8.
 
-    But experts are multiplied in FP8 beside some.
+    Without the monitor, which looks at casts now and then.
     """
     linear = fp8.linear
     backend = linear.backend
@@ -400,27 +402,25 @@ def _anywhere(fp8: FP8Config, device: Device) -> FP8Config:
         backend = "cublas" if device == "cuda" else "reference"
     products = "fp8" if multiplies_experts(linear.expert_products, backend) else "bf16"
     changes = {"linear": linear.model_copy(update={"backend": "reference", "expert_products": products})}
+    changes["monitor"] = fp8.monitor.model_copy(update={"every": 0})
     return fp8.model_copy(update=changes)
 
 
-def _is_layer(module: nn.Module) -> bool:
-    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
-    return _has_linears(attention, ATTENTION) and (_has_linears(mlp, MLP) or _experts_of(mlp) is not None)
+def _layers_of(model: nn.Module) -> tuple[nn.Module | None, str]:
+    """Return the part of a model whose attribute, a list, has its decoder layers, and the attribute's name."""
+    lists = [
+        (part, name, child)
+        for part in model.modules()
+        for name, child in part.named_children()
+        if isinstance(child, nn.ModuleList)
+    ]
+    part, name, _ = max(lists, key=lambda each: sum(p.numel() for p in each[2].parameters()), default=(None, "", None))
+    return part, name
 
 
-def _has_linears(module: nn.Module | None, names: Sequence[str]) -> bool:
-    return all(isinstance(base_of(getattr(module, name, None)), nn.Linear) for name in names)
-
-
-def _experts_of(mlp: nn.Module | None) -> nn.Module | None:
-    """Return the gated experts of an MLP, as transformers' interface has them, below PEFT's wrappers."""
-    experts = getattr(mlp, "experts", None)
-    while wraps_parameter(experts):
-        experts = experts.base_layer
-    return experts if getattr(experts, "has_gate", False) and hasattr(experts, "gate_up_proj") else None
-
-
-def _layer_shapes(layers: Sequence[nn.Module], in_fp8: Mapping[int, LinearRecipe]) -> tuple[LayerShape, ...]:
+def _layer_shapes(
+    layers: Sequence[nn.Module], in_fp8: Mapping[int, LinearRecipe], gathers_in_fp8: bool
+) -> tuple[LayerShape, ...]:
     """Return the shapes of layers, equal ones as one object: what they keep is measured once."""
     known: list[tuple[list[Any], LayerShape]] = []
     shapes = []
@@ -429,11 +429,10 @@ def _layer_shapes(layers: Sequence[nn.Module], in_fp8: Mapping[int, LinearRecipe
         kind += [(tuple(p.shape), _shape(p, in_fp8)) for p in layer.parameters()]
         shape = next((shape for known_kind, shape in known if known_kind == kind), None)
         if shape is None:
-            mlp, experts = layer.mlp, _experts_of(layer.mlp)
-            if experts is not None:  # beside them may be one for all tokens
-                mlp = next((part for part in mlp.children() if _has_linears(part, MLP)), None)
-            shape = LayerShape(layer, mlp, experts, tuple(_shape(p, in_fp8) for p in layer.parameters()))
+            shape = LayerShape(layer, tuple(_shape(p, in_fp8) for p in layer.parameters()))
             known.append((kind, shape))
+            if gathers_in_fp8:
+                unshard(layer)
         shapes.append(shape)
     return tuple(shapes)
 

@@ -172,7 +172,7 @@ def gathered_in_backward(w: Workload, layer: int) -> int:
     present = sum(gathered(layers[index].parameters, w) for index in range(first_kept, layer))
     ahead = list(reversed(layers[layer - 1].parameters)) if 0 < layer <= first_kept else []
     fetched, count, limit = [], 0, w.zero.prefetch_bucket_size
-    if limit and w.gathers_in_fp8 and layers[layer].experts is not None:  # as engine/model.py raises it
+    if limit and w.gathers_in_fp8 and layers[layer].has_experts:  # as engine/model.py raises it
         limit = max(limit, _numel(layers[layer].parameters))
     for parameter in ahead:
         if count >= limit:

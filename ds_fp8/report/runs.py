@@ -11,7 +11,7 @@ from typing import Any
 from ds_fp8.config.deepspeed_json import TRAIN_BATCH
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat, read_json
-from ds_fp8.engine.sequence_parallel import sequence_parallel_size
+from ds_fp8.config.sequence_parallel import sequence_parallel_size
 from ds_fp8.train.checkpoints import step_beyond_result
 from ds_fp8.train.metrics import BF16_LOSS, read_metrics
 from ds_fp8.train.run_folder import BATCH_KEYS, CONFIG, FREE, METRICS, RESULT, Invalid, read_object

@@ -20,8 +20,8 @@ from torch import nn
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.fp8 import parse_fp8
+from ds_fp8.config.sequence_parallel import KEY
 from ds_fp8.engine.optimizer import needs_own_optimizer
-from ds_fp8.engine.sequence_parallel import KEY
 from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, folder_of, problems_of, random_file, steps_in
 from ds_fp8.train.processes import on_first_rank

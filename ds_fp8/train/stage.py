@@ -19,10 +19,10 @@ from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import with_assumed_preset
 from ds_fp8.config.schema import Section, Seed, clipped_repr, parse_section
+from ds_fp8.config.sequence_parallel import KEY, check_ranks, sequence_parallel_size
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
 from ds_fp8.engine.optimizer import needs_own_optimizer
-from ds_fp8.engine.sequence_parallel import KEY, check_ranks, sequence_parallel_size
 
 _NOT_IN_A_STAGE = (
     *("fp16", "torch_autocast", "weight_quantization"),  # it trains in the precision of its "fp8" section

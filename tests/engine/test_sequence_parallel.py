@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 import ds_fp8
 from ds_fp8.config.errors import UserError
-from ds_fp8.engine.sequence_parallel import check_heads, check_layers, check_rotation, sequence_parallel_size
+from ds_fp8.config.sequence_parallel import check_heads, check_layers, check_rotation, sequence_parallel_size
 from ds_fp8.layers.attention import documents
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm

@@ -1,9 +1,8 @@
-"""Activations that estimates measure on the meta device, against what autograd really keeps."""
+"""What estimates measure on the meta device, compared with what autograd really keeps."""
 
 import pytest
 import torch
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.attention import documents
@@ -58,7 +57,7 @@ def of_decoder(w):
     of_layers = sum(activations.kept(layer, w) for layer in w.model.layers)
     norm = activations.final_norm(w) - 2 * w.tokens * w.model.hidden
     ids = 8 * w.tokens * any(parameter.trainable for parameter in w.model.outside)
-    return of_layers + norm + ids + 4 * w.tokens * w.model.layers[0].head_dim
+    return of_layers + norm + ids + 4 * w.tokens * w.model.layers[0].attention.head_dim
 
 
 def measured_and_estimated(raw, rows, length, device="cuda"):
@@ -74,7 +73,7 @@ def measured_and_estimated(raw, rows, length, device="cuda"):
 def test_layers_keep_what_the_measured_ones_do(section):
     raw = workloads.stage(fp8=section, zero_optimization={"stage": 3})
     kept, expected = measured_and_estimated(raw, 2, 128)
-    assert kept == expected
+    assert kept == pytest.approx(expected, rel=1e-4)  # a GPU pads rows of scales to 16 bytes
 
 
 @pytest.mark.parametrize(("lora", "section"), ADAPTERS.values(), ids=ADAPTERS)
@@ -143,31 +142,6 @@ def test_layers_with_experts(model, train, case):
     assert kept == pytest.approx(expected, rel=0.05)
 
 
-def test_adapters_on_experts_in_bf16_are_refused():
-    raw = workloads.stage(fp8={"enabled": False}, model={"config": MOE}, train={"lora": {}})
-    with pytest.raises(UserError, match="adapters on experts that stay in BF16"):
-        read_workload(raw)
-
-
-@pytest.mark.parametrize(
-    ("section", "tokens"),
-    [
-        *((section, 2048 + 77) for section in ({}, {"fuse": "off"}, {"preset": "tensorwise"}, {"enabled": False})),
-        (MULTIPLIED, 2048 + 77),
-        (MULTIPLIED, 2048 + 3 * 128),
-        ({}, 2048 + 3 * 128),
-        ({}, 2048),
-    ],
-)
-def test_long_rows_keep_what_shorter_ones_say(section, tokens):
-    """Measured at few tokens and continued: the same as measured at all of them."""
-    model = MOE if section is MULTIPLIED else {}
-    w = read_workload(workloads.stage(fp8=section, model={"config": model}, data={"sequence_length": tokens}))
-    layer = w.resized("micro_batch", 1).model.layers[0]
-    at_once = activations._measured(w.model.decoder, layer, 1, False, True, tokens)
-    assert activations.everything(layer, w.resized("micro_batch", 1)) == at_once
-
-
 SHARED = {
     "bf16": {"enabled": False},
     "fused": {},
@@ -202,7 +176,7 @@ def test_checkpointing_keeps_one_input_a_layer():
     kept = workloads.kept_bytes(model, 2, 128)
     w = read_workload(workloads.stage(fp8={"enabled": False}, model={"activation_checkpointing": True}))
     # cos and sin are arguments, and not kept apart.
-    assert kept == of_decoder(w) - 4 * w.tokens * w.model.layers[0].head_dim
+    assert kept == of_decoder(w) - 4 * w.tokens * w.model.layers[0].attention.head_dim
 
 
 def long_rows(**model):
@@ -219,7 +193,8 @@ def test_offload_leaves_one_input_on_the_device_and_the_others_on_the_host(share
     for before, after in zip(kept.phases, offloaded.phases, strict=True):
         inputs = {"the optimizer step": 0, "backward of the embedding": 0, "the loss": layers}
         there = inputs.get(before.name) if before.name in inputs else int(before.name.split()[3])
-        one = there > 0
+        # Of a layer whose input is on the device it is not made again: one more that offload has.
+        one = (there > 0) + before.name.startswith("backward of layer")
         assert before.total - after.total == (there - one) * of_a_layer, before.name
     assert (kept.host_bytes, offloaded.host_bytes) == (0, layers * of_a_layer)  # a power of two
     assert offloaded.as_json()["pinned_host_bytes"] == offloaded.host_bytes

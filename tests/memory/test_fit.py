@@ -18,17 +18,24 @@ from tests.memory import workloads
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7, 64, 1000])
-def test_search_finds_the_largest_and_asks_about_none_twice(limit):
+NEEDS = {"linear": lambda n: 3 * n, "steps": lambda n: 50 * (n // 10), "convex": lambda n: max(5 * n, n * n // 50)}
+
+
+@pytest.mark.parametrize("need", NEEDS.values(), ids=NEEDS)
+@pytest.mark.parametrize("limit", [1, 2, 7, 64, 1000, 1 << 17])
+def test_search_finds_the_largest_and_asks_about_few(limit, need):
     for largest in {0, 1, 2, 5, 63, 64, 700} | {limit}:
         asked = []
 
-        def fits(number, largest=largest, asked=asked):
+        def needed(number, asked=asked):
             asked.append(number)
-            return number <= largest
+            return need(number)
 
-        assert search(fits, limit) == min(largest, limit)
-        assert len(asked) == len(set(asked))
+        most = need(largest)
+        near = range(max(min(largest, limit) - 20, 1), min(largest + 20, limit) + 1)
+        expected = max((n for n in near if need(n) <= most), default=0)
+        assert search(needed, most, limit) == expected
+        assert len(asked) == len(set(asked)) <= 24
         assert all(1 <= number <= limit for number in asked)
 
 
@@ -81,7 +88,7 @@ def test_more_of_everything_takes_more():
         ),
         ({"zero_optimization": {"reduce_bucket_size": -1}}, "reduce_bucket_size"),
         ({"model": {"attn_implementation": "eager"}}, "eager"),
-        ({"model": {"config": {"model_type": "gpt2"}}, "fp8": {"enabled": False}}, "GPT2"),
+        ({"model": {"config": {"model_type": "falcon"}}, "fp8": {"enabled": False}}, "Falcon"),
         ({"model": {"config": None, "path": "/nowhere/at/all"}}, "/nowhere"),
         ({"fp8": {"presett": 1}}, "presett"),
     ],
@@ -91,12 +98,6 @@ def test_what_there_is_no_estimate_for(changes, says):
         estimate(workloads.stage(**changes))
     assert says in str(error.value)
     assert error.value.remedy
-
-
-def test_there_is_no_estimate_for_a_model_without_heads():
-    sizes = {"model_type": "mamba", "hidden_size": 128, "num_hidden_layers": 1, "vocab_size": 128}
-    with pytest.raises(UserError, match="MambaForCausalLM"):
-        estimate({**workloads.stage(), "model": {"config": sizes}})
 
 
 def shared_rows(size, **changes):
@@ -137,7 +138,7 @@ def test_bf16_has_the_same_loss_first(capsys):
     found = json.loads(capsys.readouterr().out)
     assert tuple(found) == columns
     needed = [round(found[name]["device_bytes"] / GIB, 1) for name in columns]
-    assert needed == [32.9, 38.2, 86.7]
+    assert needed == [32.7, 36.8, 86.7]
     assert main([*arguments, "--set", "fp8.loss=off"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == ["as configured", "BF16, its own loss"]
     assert main([*arguments, "--set", "fp8.enabled=false", "--set", "fp8.loss=fused"]) == 0
@@ -160,10 +161,10 @@ def test_gpus_are_found_by_name_and_have_less_than_their_name_says():
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--gpus", "8", "--gpu", "h100"], 0, "fits: 32.9 of 79.1 GiB on 8 x h100, 49.6 with CUDA graphs"),
-        (["--gpus", "8", "--memory", "80", "--set", "fp8.graph=off"], 0, "fits: 32.9 of 80.0 GiB on 8 GPUs\n"),
-        (["--gpus", "2", "--gpu", "h100"], 0, "fits only without CUDA graphs: 78.5 of 79.1 GiB on 2 x h100, 95.2 with"),
-        (["--gpus", "2", "--gpu", "h100", "--set", "fp8.graph=on"], 1, "does not fit: 95.2 of 79.1 GiB on 2 x h100; "),
+        (["--gpus", "8", "--gpu", "h100"], 0, "fits: 32.7 of 79.1 GiB on 8 x h100, 49.1 with CUDA graphs"),
+        (["--gpus", "8", "--memory", "80", "--set", "fp8.graph=off"], 0, "fits: 32.7 of 80.0 GiB on 8 GPUs\n"),
+        (["--gpus", "2", "--gpu", "h100"], 0, "fits only without CUDA graphs: 78.2 of 79.1 GiB on 2 x h100, 94.7 with"),
+        (["--gpus", "2", "--gpu", "h100", "--set", "fp8.graph=on"], 1, "does not fit: 94.7 of 79.1 GiB on 2 x h100; "),
         (["--gpus", "4", "--gpu", "l40s"], 1, "does not fit: "),
     ],
 )

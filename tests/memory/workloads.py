@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import merge
+from ds_fp8.engine.plans import convert
 from ds_fp8.train import Lora
 from ds_fp8.train.adapters import add_adapters
 from tests.corpus import DOCUMENTS
@@ -83,9 +86,20 @@ def kept_bytes(model: nn.Module, rows: int, length: int) -> int:
     ids = torch.randint(0, 97, (rows, length))
     positions = torch.arange(length).expand(rows, length).contiguous()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model.model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        takes = inspect.signature(model.base_model.forward).parameters
+        options = {"position_ids": positions} if "position_ids" in takes else {}
+        output = model.base_model(input_ids=ids, use_cache=False, **options).last_hidden_state
     assert output.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def kept_of(config: PretrainedConfig, fp8: FP8Config, rows: int, length: int) -> int:
+    """Bytes that a model of this configuration keeps after a forward."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    if fp8.enabled:
+        convert(model, fp8)
+    return kept_bytes(model, rows, length)
 
 
 def most_allocated(step: Callable[[], object]) -> int:

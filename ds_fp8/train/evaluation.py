@@ -1,19 +1,20 @@
-"""Measuring a model without training it: loss per token on held-out rows, and answers to held-out problems."""
+"""Evaluation: loss per token on held-out rows, and answers to held-out problems."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
-from torch.func import functional_call
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from ds_fp8.config.log import logger
 from ds_fp8.data import IGNORED, PackedDataset, stop_tokens
 from ds_fp8.data.rows import measured_rows
 from ds_fp8.data.stage import Question, extract_answer
@@ -22,6 +23,9 @@ from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.layers.attention.sequence_parallel import local_sequences
 from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import Batch, label_tokens, micro_batches
+from ds_fp8.train.loop import Callback, Run
+from ds_fp8.train.metrics import ANSWERS, BF16_LOSS, report
+from ds_fp8.train.model import Alone, without_casts
 from ds_fp8.train.stage import Stage
 
 QUESTIONS_AT_ONCE = 64
@@ -44,19 +48,6 @@ class Answers:
 
     exact_match: float  # Share of all questions that were answered rightly, from 0 to 1
     samples: list[Sample]  # The first of this rank's questions
-
-
-class Alone(torch.nn.Module):
-    """A model that is whole on this rank, with what evaluation asks of an engine."""
-
-    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor] | None = None):
-        """`tensors`: parameters and buffers by name, in place of the model's own."""
-        super().__init__()
-        self.module, self.tensors = model, tensors or {}
-        self.device = next(iter(tensors.values())).device if tensors else model.device
-
-    def forward(self, **batch: torch.Tensor) -> Any:
-        return functional_call(self.module, self.tensors, (), batch)
 
 
 @torch.no_grad()
@@ -151,3 +142,65 @@ def label_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, to
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     logits, labels = model(**inputs, use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
     return logits[labels != IGNORED], labels[labels != IGNORED]
+
+
+class Evaluation(Callback):
+    """Measures what is due after a step and is not in the log: a stop may have come between a measurement and the next.
+
+    Each of the losses is that of the model as it is trained, and BF16_LOSS that of its BF16 weights without casts.
+    """
+
+    def on_start(self, run: Run) -> None:
+        # A forward may have kernels to compile, or hundreds of tokens to generate, before the next check.
+        self._check = partial(run.interrupt.check, slow=True)
+        self.on_step(run)
+
+    def on_step(self, run: Run) -> None:
+        config, is_last = run.stage.train, run.step == run.stage.train.steps
+        if run.step == 0 or run.is_due(config.eval_every):
+            self._measure_loss(run, "validation")
+            if config.eval_bf16 and run.step:
+                self._measure_in_bf16(run, lambda: without_casts(run.stage, run.engine))
+        if is_last and len(run.data.test):
+            self._measure_loss(run, "test")
+        if run.step == 0 or is_last:
+            self._measure_answers(run)
+
+    def on_end(self, run: Run) -> None:
+        def stopped() -> DeepSpeedEngine:
+            run.engine.fp8.stop_casting()  # for good: nothing is trained after it
+            return run.engine
+
+        self._measure_in_bf16(run, stopped)
+
+    def _loss(self, run: Run, model: DeepSpeedEngine | Alone, rows: PackedDataset) -> float:
+        return validation_loss(model, run.stage, rows, run.stage.train.eval_batches, self._check)
+
+    def _measure_in_bf16(self, run: Run, model: Callable[[], DeepSpeedEngine | Alone]) -> None:
+        if run.engine.fp8.casts and not run.log.has(run.step, BF16_LOSS):
+            loss = self._loss(run, model(), run.data.validation)
+            report(run, BF16_LOSS, loss, f"validation loss of the weights in BF16, without casts, {loss:.4f}")
+
+    def _measure_loss(self, run: Run, split: Literal["validation", "test"]) -> None:
+        if run.log.value(run.step, f"{split}_loss") is None:
+            loss = self._loss(run, run.engine, getattr(run.data, split))
+            # exp overflows FP64 just above 709.
+            perplexity = math.exp(min(loss, 700.0))
+            line = f"{split} loss {loss:.4f}, perplexity {perplexity:.4g}"
+            report(run, f"{split}_loss", loss, line, **{f"{split}_perplexity": perplexity})
+
+    def _measure_answers(self, run: Run) -> None:
+        wanted = run.stage.train.exact_match_problems
+        if not wanted or run.log.value(run.step, "exact_match") is not None:
+            return
+        questions = run.data.questions(wanted)
+        if not questions:
+            if run.step == 0:
+                logger.info('no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)')
+            return
+        found = exact_match(run.engine, run.stage, run.tokenizer, questions, run.data.answer_pattern, self._check)
+        samples = [asdict(sample) for sample in found.samples]
+        run.log.append({"step": run.step, "event": ANSWERS, "answers": samples})
+        line = f"exact match {found.exact_match:.1%} of {len(questions)} problems"
+        # Last: this record marks the answers as measured, so a run stopped in between answers the questions again.
+        report(run, "exact_match", found.exact_match, line, problems=len(questions))

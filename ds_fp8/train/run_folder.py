@@ -25,6 +25,7 @@ from typing import Any
 from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import check_plain, flat
+from ds_fp8.config.log import logger
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 
@@ -60,6 +61,15 @@ def write_atomically(file: Path, text: str) -> None:
     part.replace(file)
     # The rename is an entry of the folder, which the disk may write later than the file.
     flush(file.parent)
+
+
+@contextmanager
+def warn_unwritten(what: str | Path) -> Iterator[None]:
+    """Go on, with a warning, where the disk takes nothing of `what`, which training does not need."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning(f"WARNING: {what} could not be written: {error.strerror or error}")
 
 
 def remove(path: Path) -> None:

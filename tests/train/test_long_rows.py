@@ -6,9 +6,9 @@ from transformers import AutoConfig
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage
 from ds_fp8.train.model import build_model
-from tests.train.test_sequence_parallel import losses, own_ranks, run, stage_of, two
+from tests.train.test_sequence_parallel import losses, own_ranks, pools, run, stage_of, two
 
-__all__ = ["own_ranks", "two"]
+__all__ = ["own_ranks", "pools", "two"]
 
 FUSED = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTH = 512  # A rank has 256 tokens of a row: two tiles

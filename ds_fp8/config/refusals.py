@@ -16,7 +16,7 @@ from ds_fp8.config.errors import UserError
 
 
 class Row(NamedTuple):
-    of: str  # class name of the section, or of a stage; DEEPSPEED, FP8 or STAGE_3 for a configuration
+    of: str  # class name of the section, or of a stage; DEEPSPEED, OPTIMIZER, FP8 or STAGE_3 for a configuration
     found: Callable[[Any], Any]
     """Condition on the section or configuration; a true result is {found} in the message."""
     key: str
@@ -34,6 +34,7 @@ def refusals(c: Any, *of: str, file: str | os.PathLike | None = None) -> Iterato
 
 
 DEEPSPEED, FP8, STAGE_3 = "DeepSpeed's own values", "FP8 enabled", "FP8 enabled in stage 3"
+OPTIMIZER = "DeepSpeed's optimizer section"
 NAMED_DATA, SHARED = "Data that are read", "Stage of ranks that share sequences"
 _OFF = 'or "fp8": {{"enabled": false}}'
 _FP32 = 'or "fp8": {{"optimizer": {{"exp_avg": "fp32", "exp_avg_sq": "fp32"}}}}'
@@ -145,6 +146,14 @@ TABLE: list[Row] = [Row(*row) for row in (
        and getattr(c.deepspeed, key) != default, key,
        f"{key} does not go with ZeRO's reduce-scatter, which divides by the number of ranks itself", f'remove "{key}"')
       for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0))),
+    # What DeepSpeed would refuse after the model has been converted, as exceptions of Python.
+    (OPTIMIZER, lambda c: not isinstance(c.given("optimizer", "type"), str), "optimizer",
+     "the optimizer has no type", '"optimizer": {{"type": "AdamW", "params": {{"lr": 1e-4}}}}'),
+    (OPTIMIZER, lambda c: c.optimizer_type in ("muadam", "muadamw", "musgd") and find_spec("mup") is None,
+     "optimizer.type", "{c.optimizer_type} is in the package mup, which is not installed", "pip install mup"),
+    (OPTIMIZER, lambda c: c.stage == 3 and c.optimizer_type == "muon" and c.zero.reduce_scatter,
+     f"{_ZERO}.reduce_scatter", "DeepSpeed's Muon needs whole gradients",
+     '"reduce_scatter": false, and "fp8": {{"grad_reduce": {{"format": "bf16"}}}}'),
     # DeepSpeed's sections and "fp8". Accelerate fills in "auto" before training.
     (FP8, lambda c: not c.bf16.enabled and "bf16.enabled" not in c.auto, "bf16.enabled",
      "fp8 trains BF16 models, but bf16 is not enabled", '"bf16": {{"enabled": true}}'),

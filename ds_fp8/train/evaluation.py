@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -30,24 +29,6 @@ from ds_fp8.train.stage import Stage
 
 QUESTIONS_AT_ONCE = 64
 MAX_SAMPLES = 12  # Answers that are kept as text
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An answer, as text."""
-
-    prompt: str
-    generated: str
-    expected: str
-    right: bool
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Answers of a model."""
-
-    exact_match: float  # Share of all questions that were answered rightly, from 0 to 1
-    samples: list[Sample]  # The first of this rank's questions
 
 
 @torch.no_grad()
@@ -86,10 +67,11 @@ def exact_match(
     questions: list[Question],
     pattern: str,
     check: Callable[[], None],
-) -> Answers:
-    """Return the answers of greedy generation to `questions`, which the ranks share. Collective.
+) -> tuple[float, list[dict[str, Any]]]:
+    """Answer `questions`, which the ranks share, by greedy generation. Collective.
 
-    `pattern` finds the answer in what is generated; `check` is called before each batch.
+    Returns the share that is answered rightly, and the first answers of this rank as text. `pattern` finds the answer
+    in what is generated; `check` is called before each batch.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     # All ranks generate for equally many questions; the repeated ones at the end do not count.
@@ -101,12 +83,16 @@ def exact_match(
     for start in range(0, share, QUESTIONS_AT_ONCE):
         check()
         batch = mine[start : start + QUESTIONS_AT_ONCE]
-        prompts = [list(question.prompt) for question in batch]
-        ids, mask = _left_padded(prompts, tokenizer.pad_token_id, engine.device)
+        # At the left: generation goes on behind the last token of a row, which must be the prompt's.
+        prompts = tokenizer.pad(
+            {"input_ids": [list(question.prompt) for question in batch]},
+            padding_side="left",
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(engine.device)
         with local_sequences(engine.module) if stage.shared_by > 1 else nullcontext():
             out = engine.module.generate(
-                input_ids=ids,
-                attention_mask=mask,
+                **prompts,
                 max_new_tokens=stage.train.max_new_tokens,
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
@@ -115,7 +101,7 @@ def exact_match(
                 # others.
                 synced_gpus=world > 1,
             )
-        texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(out[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
         # Cut to this rank's own questions: repeated ones were generated so that all ranks gather as often.
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
         # Together: what is refused of one rank's answers, a search without end, ends all ranks.
@@ -123,18 +109,9 @@ def exact_match(
         right += sum(map(sum, found))
         for (question, text), correct in list(zip(pairs, found[rank], strict=True))[: MAX_SAMPLES - len(samples)]:
             prompt = tokenizer.decode(question.prompt, skip_special_tokens=True)
-            samples.append(Sample(prompt, text, question.answer, correct))
+            samples.append({"prompt": prompt, "generated": text, "expected": question.answer, "right": correct})
     engine.train()
-    return Answers(right / len(questions), samples)
-
-
-def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 ids and mask [prompts, longest], the words of each prompt at the right end."""
-    longest = max(map(len, prompts))
-    # At the left: generation goes on behind the last token of a row, which must be the prompt's.
-    ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    return right / len(questions), samples
 
 
 def label_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,9 +175,9 @@ class Evaluation(Callback):
             if run.step == 0:
                 logger.info('no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)')
             return
-        found = exact_match(run.engine, run.stage, run.tokenizer, questions, run.data.answer_pattern, self._check)
-        samples = [asdict(sample) for sample in found.samples]
+        pattern = run.data.answer_pattern
+        share, samples = exact_match(run.engine, run.stage, run.tokenizer, questions, pattern, self._check)
         run.log.append({"step": run.step, "event": ANSWERS, "answers": samples})
-        line = f"exact match {found.exact_match:.1%} of {len(questions)} problems"
+        line = f"exact match {share:.1%} of {len(questions)} problems"
         # Last: this record marks the answers as measured, so a run stopped in between answers the questions again.
-        report(run, "exact_match", found.exact_match, line, problems=len(questions))
+        report(run, "exact_match", share, line, problems=len(questions))

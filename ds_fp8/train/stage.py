@@ -227,20 +227,18 @@ class TrainConfig(Section):
 class Stage:
     """A checked stage."""
 
-    configuration: Configuration
-    """The whole JSON after the command line's changes."""
+    configuration: Configuration  # The JSON after the command line's changes
     file: Path
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
     world: int
-    shared_by: int
-    """Ranks that share a sequence: "sequence_parallel_size"."""
+    shared_by: int  # Ranks that share a sequence: "sequence_parallel_size"
     global_batch: int
     micro_batch: int
     accumulation: int
+    # Hashes of the files of frozen weights, by name: checkpoints hold none of these weights
     base: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of the files of frozen weights, by name: checkpoints hold none of these weights."""
 
     @property
     def raw(self) -> dict[str, Any]:

@@ -92,12 +92,8 @@ class Steps:
         # The losses are read first: the clock stops when all of the steps is done.
         means = losses.tolist()
         seconds = (time.perf_counter() - self._started) / count
-        most = torch.tensor(
-            [peak_memory_bytes(engine.device), reserved_memory_bytes(engine.device), seconds],
-            dtype=torch.float64,
-            device=engine.device,
-        )
         # In FP64, for bytes of memory exceed the integers that FP32 holds exactly.
+        most = torch.tensor([*peak_memory(engine.device), seconds], dtype=torch.float64, device=engine.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         memory, reserved, slowest = most.tolist()
         # By the slowest rank, agreed above: all ranks read after the same number of steps.
@@ -121,16 +117,18 @@ class Steps:
         return Reading(means, record)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process had so far: allocated on the accelerator, or resident on a CPU."""
+def peak_memory(device: torch.device) -> tuple[int, int]:
+    """Return the most bytes so far that this process allocated and that its allocator held; resident ones on a CPU."""
     if device.type != "cpu":
-        return get_accelerator().max_memory_allocated() + allocated_bytes()
+        accelerator, more = get_accelerator(), allocated_bytes()
+        return accelerator.max_memory_allocated() + more, accelerator.max_memory_reserved() + more
     # Not getrusage: its peak begins at what the process that started this one held.
-    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+    resident = 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+    return resident, resident
 
 
 def begin_peak_memory() -> int:
-    """On a CPU let peak_memory_bytes begin anew, and return what the process holds beside its tensors; else 0."""
+    """On a CPU let peak_memory begin anew, and return what the process holds beside its tensors; else 0."""
     if get_accelerator().device_name() != "cpu":
         return 0
     with contextlib.suppress(OSError):
@@ -144,10 +142,3 @@ def begin_peak_memory() -> int:
         if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu"
     }
     return psutil.Process().memory_info().rss - sum(storages.values())
-
-
-def reserved_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that the allocator held so far, in use or not; on a CPU as peak_memory_bytes."""
-    if device.type == "cpu":
-        return peak_memory_bytes(device)
-    return get_accelerator().max_memory_reserved() + allocated_bytes()

@@ -408,13 +408,6 @@ def test_arguments_that_are_no_json_are_the_text_that_they_are(with_template):
         assert text in with_template(MARKED).decode(ids)
 
 
-def test_calls_that_a_template_leaves_out_are_not_dropped(with_template):
-    chat = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    with pytest.raises(UserError, match="leaves out") as caught:
-        tokenize_chat(with_template(PLAIN_CHATML), chat)
-    assert caught.value.key == "data.chat_template"
-
-
 @pytest.fixture(scope="module")
 def dropping_tokenizer():
     """One that drops spaces, and what it has no word for, before and behind words, as sentencepiece's models do."""

@@ -114,16 +114,6 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
-    # As after a kill between the last checkpoint and its name.
-    kept = folder / "checkpoints"
-    (folder / "result.json").unlink()
-    (kept / "latest").write_text("step_3")
-    (kept / "latest.part").write_text("step")
-    (kept / "step_3.deleted").mkdir()
-    assert go("cut")[0] == ["", ""]
-    assert (kept / "latest").read_text() == "step_4"
-    assert {path.name for path in kept.iterdir() if path.suffix != ".py"} == {"latest", "step_4"}
-
 
 def hold(run_dir) -> tuple[int, int]:
     """Start a process that holds the lock on a run folder; returns its id once it does, and what to close to end it."""

@@ -25,11 +25,11 @@ CASES = {  # changes of sections
 }
 
 
-def ends(run_dir: Path) -> tuple[dict, dict, set[str], str]:
-    """Return losses by step, weights, kept checkpoints, and the one that is the latest."""
+def ends(run_dir: Path) -> tuple[list, dict, set[str], str]:
+    """Return the figures of the log, each as often as it is there, weights, kept checkpoints, and the latest one."""
     records = read_metrics(run_dir / "metrics.jsonl")
     keys = ("loss", "learning_rate", "gradient_norm", "validation_loss", "skipped_steps")
-    losses = {(r["step"], key): r[key] for r in records for key in keys if key in r}
+    losses = sorted((record["step"], key, record[key]) for record in records for key in keys if key in record)
     kept = {path.name for path in (run_dir / "checkpoints").iterdir()}
     weights = load_file(run_dir / "model" / "model.safetensors")
     return losses, weights, kept, (run_dir / "checkpoints" / "latest").read_text()
@@ -40,9 +40,10 @@ def chosen(copies: list[Path], steps: list[int], seed: int) -> list[Path]:
     kinds: dict[tuple, list[Path]] = {}
     for copy, step in zip(copies, steps, strict=True):
         left = {re.sub(r"\d+", "N", path.name) for path in copy.rglob("*") if path.suffix in (".part", ".deleted")}
-        kinds.setdefault((step, *sorted(left)), []).append(copy)
+        latest = copy / "checkpoints" / "latest"
+        kinds.setdefault((step, latest.exists() and latest.read_text(), *sorted(left)), []).append(copy)
     rng = random.Random(seed)
-    return rng.sample([rng.choice(kind) for kind in kinds.values()], min(len(kinds), 3))
+    return rng.sample([rng.choice(kind) for kind in kinds.values()], min(len(kinds), 2))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ds_fp8.cluster import watchdog
+from ds_fp8.config.files import write_atomically
 from ds_fp8.config.log import is_first_rank, logger
 from ds_fp8.monitor.records import (
     FALLBACK,
@@ -28,7 +29,7 @@ from ds_fp8.monitor.records import (
 )
 from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.loop import Callback, Run
-from ds_fp8.train.run_folder import warn_unwritten, write_atomically
+from ds_fp8.train.run_folder import warn_unwritten
 from ds_fp8.train.steps import Reading, begin_peak_memory
 
 ANSWERS = "answers"  # The event with the first answers of an evaluation, as text

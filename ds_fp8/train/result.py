@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import flush, flush_tree, remove, write_atomically
 from ds_fp8.config.log import logger
 from ds_fp8.data import save_tokenizer, stop_tokens
 from ds_fp8.export.folder import make_readable
@@ -31,7 +32,7 @@ from ds_fp8.train.adapters import ends_ties, with_adapters_merged
 from ds_fp8.train.loop import Callback, Run
 from ds_fp8.train.metrics import summarise
 from ds_fp8.train.processes import on_first_rank
-from ds_fp8.train.run_folder import ADAPTER, MODEL, RESULT, flush, flush_tree, remove, write_atomically
+from ds_fp8.train.run_folder import ADAPTER, MODEL, RESULT
 from ds_fp8.train.saving import versions
 from ds_fp8.train.stage import Stage
 from ds_fp8.zero.deepspeed.checkpoints import consolidated_state_dict

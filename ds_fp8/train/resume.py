@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.files import remove
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.engine.sequence_parallel import KEY
@@ -37,7 +38,6 @@ from ds_fp8.train.run_folder import (
     Invalid,
     check_same_run,
     read_object,
-    remove,
 )
 from ds_fp8.train.saving import restore_random_states
 from ds_fp8.train.stage import Lora, Stage

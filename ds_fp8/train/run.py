@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import write_atomically
 from ds_fp8.config.log import logger
 from ds_fp8.data import StageData, build_data, build_tokenizer
 from ds_fp8.data.stage import describe
@@ -27,7 +28,7 @@ from ds_fp8.train.metrics import Health, Metrics, MetricsLog, TokeniserProgress,
 from ds_fp8.train.model import build_sharded_model, files_of_base, load_model_config, parameters_to_train
 from ds_fp8.train.processes import Interrupt
 from ds_fp8.train.result import Result
-from ds_fp8.train.run_folder import CONFIG, METRICS, only_run_in, write_atomically
+from ds_fp8.train.run_folder import CONFIG, METRICS, only_run_in
 from ds_fp8.train.saving import Checkpoint
 from ds_fp8.train.spikes import Spikes
 from ds_fp8.train.stage import Stage, learning_rate_factor

@@ -34,12 +34,13 @@ from deepspeed.accelerator import get_accelerator
 import ds_fp8
 from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.files import flush, remove, write_atomically
 from ds_fp8.config.log import logger
 from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.train import checkpoints
 from ds_fp8.train.checkpoints import Manifest, RunState, SavedFile, problems_of, save_file
 from ds_fp8.train.loop import Callback, Run
-from ds_fp8.train.run_folder import CHECKPOINTS, flush, remove, warn_unwritten, write_atomically
+from ds_fp8.train.run_folder import CHECKPOINTS, warn_unwritten
 from ds_fp8.train.stage import Stage
 from ds_fp8.zero.deepspeed.checkpoints import checkpoint_files, copy_recovery_scripts
 

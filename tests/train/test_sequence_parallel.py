@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer
@@ -16,6 +17,7 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.model import build_model
 from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS
 from tests.ranks import RankPools
@@ -177,3 +179,39 @@ def test_slices_make_up_the_rows(tiny, write, tmp_path, cache_home, two):
         assert torch.equal(targets[:-1], row["labels"][1:])
         assert left_count + right_count == int((row["labels"][1:] != -100).sum())
         assert torch.equal(left["labels"], left["shift_labels"])
+
+
+# ---------------------------------------------------------------- inputs on the host, MLPs in tiles
+
+
+FUSED = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+LENGTH = 512  # A rank has 256 tokens of a row: two tiles
+
+
+def long_rows(tiny, folder, **changes):
+    tiny["model"]["config"] |= {"max_position_embeddings": LENGTH}
+    raw = stage_of(tiny, folder, 2, data__sequence_length=LENGTH, train__steps=2, train__eval_batches=1)
+    raw["model"]["config"] |= FUSED
+    raw["model"] |= {"activation_checkpointing": changes.get("recomputed", True)}
+    raw["fp8"]["activations"] = {"mlp_tile_tokens": changes.get("tile")}
+    return raw
+
+
+def test_a_stage_with_both_trains_as_one_without(tiny, write, tmp_path, cache_home, two):
+    found = {}
+    for name, changes in {"plain": {}, "both": {"recomputed": "offload", "tile": 128}}.items():
+        folder = tmp_path / name
+        two(run, str(write(long_rows(tiny, folder, **changes), f"{name}.json")), str(cache_home))
+        found[name] = losses(folder)
+    first = min(found["plain"])
+    assert found["both"][first] == found["plain"][first]  # before the first gradient no bit differs
+    assert list(found["both"].values()) == pytest.approx(list(found["plain"].values()), rel=1e-3)
+
+
+def test_a_model_that_recomputes_by_itself_is_refused(tiny, write, monkeypatch):
+    tiny["model"]["activation_checkpointing"] = "offload"
+    stage = load_stage(write(tiny))
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", lambda function, *args, **options: function(*args))
+    with pytest.raises(UserError, match="recomputes its layers by a function of its own") as error:
+        build_model(stage, AutoConfig.for_model(**stage.model.config, vocab_size=640))
+    assert (error.value.key, error.value.remedy) == ("model.activation_checkpointing", "true")

@@ -33,6 +33,7 @@ from ds_fp8.config import registry
 from ds_fp8.config.deepspeed_json import Configuration, DeepSpeedValues, known_keys
 from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import flat
+from ds_fp8.config.fp8 import section_of
 from ds_fp8.config.refusals import DEEPSPEED, FP8, OPTIMIZER, STAGE_3, refusals
 from ds_fp8.config.schema import clipped_repr, nearest
 from ds_fp8.engine.optimizer import make_adamw, research_optimizer, uses_own_optimizer
@@ -131,8 +132,8 @@ def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
 
 def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, mistakes: list[UserError]) -> None:
     """Refuse an "optimizer" section that DeepSpeed cannot make an optimizer of, or ZeRO cannot step."""
-    name, params, before = *(configuration.given("optimizer", key) for key in ("type", "params")), len(mistakes)
-    params = {} if params is None else params
+    section, before = section_of(configuration.values, "optimizer"), len(mistakes)
+    name, params = section.get("type"), section.get("params", {})
     if not isinstance(params, Mapping):
         refuse("optimizer.params", "the optimizer's params must be an object", '"params": {...}')
         return

@@ -26,6 +26,7 @@ class Recorder:
 
     def __init__(self, run_dir: Path, copies: Path) -> None:
         self.run_dir, self.copies, self.count = run_dir, copies, 0
+        self._lock = threading.Lock()  # a save in the background waits for the copy before a line of metrics
 
     def note(self, event: str, args: tuple[Any, ...]) -> None:
         if event not in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
@@ -35,7 +36,9 @@ class Recorder:
             return
         # shutil.rmtree names files by the folder's descriptor.
         path = Path(os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else "", os.fsdecode(path))
-        if self.run_dir in path.parents and path.name != "run.lock" and self.run_dir.exists():
+        if self.run_dir not in path.parents or path.name == "run.lock" or not self.run_dir.exists():
+            return
+        with self._lock:
             to = self.copies / f"{self.count:03d}-{dist.get_rank()}-{event}-{path.name}"
             self.count += 1
             try:
@@ -51,7 +54,7 @@ def _copy(folder: Path, to: Path) -> None:
             _copy(path, to / path.name)
         elif path.suffix in (".pt", ".safetensors") and not folder.name.endswith(".part"):
             os.link(path, to / path.name)  # is never written again
-        else:
+        elif path.name != "run.lock":  # to close it would release the lock
             shutil.copy(path, to / path.name)
 
 

@@ -182,7 +182,7 @@ def test_what_a_mixture_adds_to_its_loss_weighs_as_much_in_many_micro_batches_as
     del tiny["train_micro_batch_size_per_gpu"], tiny["gradient_accumulation_steps"]
     tiny |= {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "fp8": {"enabled": False}}
     tiny["gradient_clipping"] = 0.0
-    tiny["train"] |= {"steps": 1, "schedule": {"type": "constant", "warmup": 0}}
+    tiny["train"] |= {"steps": 1, "eval_batches": 1, "schedule": {"type": "constant", "warmup": 0}}
     found = {}
     for budget in (64, 1024):
         for weight in (0.0, 10.0):

@@ -29,7 +29,6 @@ from ds_fp8.train.resume import inspect_run
 from ds_fp8.train.stage import learning_rate_factor
 from tests.corpus import CHATS
 from tests.numerics import error
-from tests.train.damage import stopped_at
 
 TRAINING = ("step", "loss", "learning_rate", "gradient_norm", "skipped_steps", "validation_loss", "exact_match")
 
@@ -233,26 +232,6 @@ def test_adapters_are_trained_merged_and_loaded_by_peft(tiny, write, ranks, tmp_
     refused = "the weights that they were trained beside have changed \\(model.safetensors\\)"
     with pytest.raises(Exception, match=refused):
         ranks(2, train_on_these_ranks, file, run_dir, 6, str(cache_home))
-
-
-def test_a_checkpoint_with_a_base_is_followed_by_such(tiny, write, ranks, tmp_path, cache_home):
-    """A run goes on beside the frozen weights of another, not beside those of the model's folder, resumed or not."""
-    tiny["train"] |= {"lora": {"r": 4}, "save_every": 2}
-    tiny["train_batch_size"] = tiny.pop("gradient_accumulation_steps") * 4
-    ranks(2, train_on_these_ranks, write(tiny), tmp_path / "first", 2, str(cache_home))
-    stage = load_stage(write({**tiny, "train": {**tiny["train"], "seed": 7, "lora": None}}))
-    build_model(stage, load_model_config(stage, build_tokenizer(stage.data))).save_pretrained(tmp_path / "other")
-    tiny["model"] = {"path": str(tmp_path / "other")}
-    tiny["train"]["resume"] = str(tmp_path / "first")
-    file = write(tiny)
-    ranks(2, train_on_these_ranks, file, tmp_path / "whole", 4, str(cache_home))
-    stopped_at(2, tmp_path / "whole", tmp_path / "parts")
-    ranks(2, train_on_these_ranks, file, tmp_path / "parts", 4, str(cache_home))
-    found, expected = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("parts", "whole"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    for run in "parts", "new":
-        with pytest.raises(UserError, match="frozen weights, which cannot be divided over 1 ranks"):
-            inspect_run(load_stage(file, [f"train.run_dir={tmp_path / run}", "train.steps=6"], world=1))
 
 
 def test_adapters_of_no_layer_are_refused(tiny, write):

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.train import load_stage, resume, train
+from ds_fp8.train.model import files_of_base
 
 _at_work = threading.local()
 _recorder = None  # Of this process: an audit hook stays for good
@@ -88,7 +90,8 @@ def go_on_from(file: str, cache: str, folders: list[Path]) -> list[int | str]:
     found: list[int | str] = []
     for folder in folders:
         try:
-            found.append(resume.settle(load_stage(file, [f"train.run_dir={folder}"]), lambda line: None).step)
+            stage = load_stage(file, [f"train.run_dir={folder}"])
+            found.append(resume.settle(replace(stage, base=files_of_base(stage)), lambda line: None).step)
         except (UserError, OSError) as error:
             found.append(f"{folder.name}: {error}")
     return found

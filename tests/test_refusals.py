@@ -1,15 +1,20 @@
 """Every row of the table of refusals is hit by an example, with its key, its words and a remedy without a gap."""
 
+import copy
 import re
+from pathlib import Path
 
 import pytest
 
 import ds_fp8.research  # noqa: F401  adds the rows of its sections
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
-from ds_fp8.config.refusals import TABLE, Row
+from ds_fp8.config.files import apply_override
+from ds_fp8.config.refusals import NAMED_DATA, SHARED, TABLE, Row
 from ds_fp8.engine.preflight import check
 from ds_fp8.optim import AdamW
+from ds_fp8.train.stage import checked_stage
+from tests.train.tiny_stage import TINY
 
 MX = {"granularity": "1x32"}
 CODED = {"optimizer": {"master": "fp8_plus16"}}
@@ -57,6 +62,9 @@ CONFIGURATIONS = [
     {**zero(offload_optimizer={"device": "cpu", "ratio": 0.5, "super_offload": True}), "fp8": "coat"},
     {**zero(2), "fp8": {**CODED, **IN_BF16, "enabled": True}},
     {**zero(2, offload_optimizer={"device": "cpu"}), "fp8": CODED},
+    {"optimizer": {"params": {"lr": 1e-4}}},
+    {"optimizer": {"type": "MuAdam", "params": {}}, "zero_allow_untested_optimizer": True},
+    {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
     {"torch_autocast": {"enabled": True}},
     {"compile": {"deepcompile": True}},
     {"tensor_parallel": {"autotp_size": 2}},
@@ -69,6 +77,48 @@ CONFIGURATIONS = [
     {"data_types": {"grad_accum_dtype": "bf16"}},
     {"data_types": {"grad_accum_dtype": "fp16"}},
 ]
+
+
+OF_STAGES = ("TrainConfig", "DataConfig", NAMED_DATA, SHARED, "Stage")
+NOT_IN_A_STAGE = ("fp16", "torch_autocast", "weight_quantization", "data_efficiency", "hybrid_engine", "autotuning")
+NOT_IN_A_STAGE += ("datastates_ckpt", "tensor_parallel", "expert_parallel", "pipeline")
+TWO = ["sequence_parallel_size=2"]
+STAGES = [  # changes of a stage on two ranks
+    ["train.steps=null"],
+    ["train.epochs=3"],
+    ["train.spike=rollback"],
+    ["train.keep_best=true"],
+    ["train.keep_best=true", "train.save_every=3", "train.eval_every=2"],
+    ['data.sources=[{"path": "x"}]'],
+    ['data={"sources": [], "tokenizer": "t"}'],
+    ["data.validation_fraction=0.5", "data.test_fraction=0.5"],
+    ["data.path=null"],
+    ["data.tokenizer=null"],
+    [*TWO, "model.attn_implementation=sdpa"],
+    [*TWO, "data.sequence_length=63"],
+    [*TWO, "zero_optimization.stage=2", "fp8.enabled=false"],
+    [*TWO, "train.eval_bf16=true"],
+    ['scheduler={"type": "WarmupLR"}', *(f"{key}={{}}" for key in NOT_IN_A_STAGE)],
+    ['activation_checkpointing={"cpu_checkpointing": true}'],
+    ["bf16.enabled=false", "fp8.enabled=false"],
+    [f'{key}={{"enabled": true}}' for key in ("tensorboard", "wandb", "comet")],
+    ["train.compact_checkpoints=true"],
+    ["model.config=null"],
+    ["model.path=some/where"],
+    ["train.init_from=runs/before"],
+    ["train.run_dir=  "],
+    ["train.run_dir=/tmp/.."],
+    ["data.tokens_per_gpu=64"],
+]
+
+
+def found_in_stage(changes: list[str]) -> tuple[UserError, ...]:
+    raw = copy.deepcopy(TINY)
+    for change in changes:
+        apply_override(raw, change)
+    with pytest.raises(UserError) as caught:
+        checked_stage(raw, Path("stage.json"), 2)
+    return caught.value.all
 
 
 def found_in(example: dict) -> tuple[UserError, ...]:
@@ -87,14 +137,24 @@ def is_of(refusal: UserError, row: Row) -> bool:
     return refusal.key == row.key and all(re.fullmatch(as_pattern(row), given) for given, row in words)
 
 
+def of_table(errors: list[UserError], rows: list[Row]) -> None:
+    """Check that each row is hit, and that each of the errors is one of the table's."""
+    assert not any("{c" in str(error) for error in errors)
+    assert [row.problem for row in rows if not any(is_of(error, row) for error in errors)] == []
+    assert {sum(is_of(error, row) for row in TABLE) for error in errors} == {1}
+
+
 def test_every_row_is_hit_by_an_example():
     examples = [*({"fp8": section} for section in SECTIONS), *CONFIGURATIONS]
     errors = [error for example in examples for error in found_in(example)]
-    assert all(error.file == "ds.json" and "{c" not in str(error) for error in errors)
-    missing = [row.problem for row in TABLE if not any(is_of(error, row) for error in errors)]
-    assert missing == []
-    rows = [sum(is_of(error, row) for row in TABLE) for error in errors]
-    assert set(rows) == {1}, "every refusal of these examples is one of the table's"
+    assert all(error.file == "ds.json" for error in errors)
+    of_table(errors, [row for row in TABLE if row.of not in OF_STAGES])
+
+
+def test_every_row_of_a_stage_is_hit_by_an_example(monkeypatch):
+    monkeypatch.setattr("ds_fp8.config.refusals.find_spec", lambda package: None)
+    errors = [error for changes in STAGES for error in found_in_stage(changes)]
+    of_table(errors, [row for row in TABLE if row.of in OF_STAGES])
 
 
 def test_pairs_of_the_optimizers_own_arguments_are_rows_too():

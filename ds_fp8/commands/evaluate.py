@@ -174,8 +174,8 @@ def _answers(
     if not questions:
         return {}
     say(f"answering {len(questions)} problems")
-    answers = exact_match(Alone(model), stage, tokenizer, questions, data.answer_pattern, lambda: None)
-    return {"exact_match": answers.exact_match, "problems": len(questions)}
+    share, _ = exact_match(Alone(model), stage, tokenizer, questions, data.answer_pattern, lambda: None)
+    return {"exact_match": share, "problems": len(questions)}
 
 
 def _convert(model: PreTrainedModel, stage: Stage) -> None:

@@ -1,4 +1,7 @@
-"""Reading configurations: JSON, also with comments or trailing commas or in base64 as DeepSpeed does, and --set."""
+"""Reading configurations: JSON, also with comments or trailing commas or in base64 as DeepSpeed does, and --set.
+
+At the end: writes that last, for files that a run or a cache relies on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import copy
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +244,43 @@ def model_of_run(folder: Path) -> Path | None:
     """Return the model folder in a run folder of `ds-fp8 train` (train/run_folder.py); None for other folders."""
     model = folder / "model"
     return model if (folder / "run.lock").is_file() and (model / "config.json").is_file() else None
+
+
+# ---------------------------------------------------------------- durable writes
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write `file` so that a reader, also one after a power loss, sees the old content or the new, never a part."""
+    part = file.with_name(file.name + ".part")
+    remove(part)  # a named pipe would be waited for, and a link followed
+    with part.open("x") as stream:
+        stream.write(text)
+        # Python's buffer first, then the system's: after the rename the content must be on the disk.
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(file)
+    # The rename is an entry of the folder, which the disk may write later than the file.
+    flush(file.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link (not what it leads to) or a folder with all that is in it; nothing where there is none."""
+    with suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the entries of a folder: without it a power loss may undo renames and new files in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        flush(path)

@@ -1,20 +1,22 @@
 """Table of incompatible values: condition, key to change, message and remedy.
 
 Rows of a section are checked when it is created, those of a complete configuration before a model is converted
-(engine/preflight.py). ds_fp8.research adds rows of its sections. Does not import torch, which takes seconds.
+(engine/preflight.py), those of a stage when it is loaded (train/stage.py). ds_fp8.research adds rows of its sections.
+Does not import torch, which takes seconds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ds_fp8.config.errors import UserError
 
 
 class Row(NamedTuple):
-    of: str  # class name of the section; DEEPSPEED, FP8 or STAGE_3 for a configuration
+    of: str  # class name of the section, or of a stage; DEEPSPEED, OPTIMIZER, FP8 or STAGE_3 for a configuration
     found: Callable[[Any], Any]
     """Condition on the section or configuration; a true result is {found} in the message."""
     key: str
@@ -32,13 +34,15 @@ def refusals(c: Any, *of: str, file: str | os.PathLike | None = None) -> Iterato
 
 
 DEEPSPEED, FP8, STAGE_3 = "DeepSpeed's own values", "FP8 enabled", "FP8 enabled in stage 3"
+OPTIMIZER = "DeepSpeed's optimizer section"
+NAMED_DATA, SHARED = "Data that are read", "Stage of ranks that share sequences"
 _OFF = 'or "fp8": {{"enabled": false}}'
 _FP32 = 'or "fp8": {{"optimizer": {{"exp_avg": "fp32", "exp_avg_sq": "fp32"}}}}'
 _MASTERS = 'or "fp8": {{"optimizer": {{"master": "fp32"}}}}'
 _ACCUMULATION, _GRAD_ACCUM = "gradient_accumulation_steps", "data_types.grad_accum_dtype"
 _IN_BF16, _IN_FP32 = ("bf16", "bfloat16"), ("fp32", "float32")
 _ZERO = "zero_optimization"
-_OFFLOAD = f"{_ZERO}.offload_optimizer"
+_OFFLOAD, _RECOMPUTED = f"{_ZERO}.offload_optimizer", "activation_checkpointing"
 
 
 def _without_blocks(c: Any) -> bool:
@@ -69,6 +73,25 @@ def _only_in_stage_3(c: Any) -> tuple[str, str] | None:
 
 def _offloads_compressed(c: Any) -> Any:
     return c.fp8.optimizer.precision().compressed and c.zero.offload_optimizer
+
+
+# Sections of DeepSpeed's that a stage has no use for
+_NOT_IN_A_STAGE = (
+    *("fp16", "torch_autocast", "weight_quantization"),  # it trains in the precision of its "fp8" section
+    *("data_efficiency", "hybrid_engine", "autotuning", "datastates_ckpt"),
+    *("tensor_parallel", "expert_parallel", "pipeline"),  # it shards by ZeRO alone
+)
+_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # and their packages
+
+
+def _models_of(c: Any) -> list[str]:
+    """Return the keys of a stage that name its model."""
+    given = {"model.path": c.model.path, "model.config": c.model.config, "train.init_from": c.train.init_from}
+    return [key for key, value in given.items() if value is not None]
+
+
+def _is_on(section: Any) -> bool:
+    return not (isinstance(section, Mapping) and section.get("enabled") is False)
 
 
 # fmt: off
@@ -123,6 +146,14 @@ TABLE: list[Row] = [Row(*row) for row in (
        and getattr(c.deepspeed, key) != default, key,
        f"{key} does not go with ZeRO's reduce-scatter, which divides by the number of ranks itself", f'remove "{key}"')
       for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0))),
+    # What DeepSpeed would refuse after the model has been converted, as exceptions of Python.
+    (OPTIMIZER, lambda c: not isinstance(c.given("optimizer", "type"), str), "optimizer",
+     "the optimizer has no type", '"optimizer": {{"type": "AdamW", "params": {{"lr": 1e-4}}}}'),
+    (OPTIMIZER, lambda c: c.optimizer_type in ("muadam", "muadamw", "musgd") and find_spec("mup") is None,
+     "optimizer.type", "{c.optimizer_type} is in the package mup, which is not installed", "pip install mup"),
+    (OPTIMIZER, lambda c: c.stage == 3 and c.optimizer_type == "muon" and c.zero.reduce_scatter,
+     f"{_ZERO}.reduce_scatter", "DeepSpeed's Muon needs whole gradients",
+     '"reduce_scatter": false, and "fp8": {{"grad_reduce": {{"format": "bf16"}}}}'),
     # DeepSpeed's sections and "fp8". Accelerate fills in "auto" before training.
     (FP8, lambda c: not c.bf16.enabled and "bf16.enabled" not in c.auto, "bf16.enabled",
      "fp8 trains BF16 models, but bf16 is not enabled", '"bf16": {{"enabled": true}}'),
@@ -177,4 +208,65 @@ TABLE: list[Row] = [Row(*row) for row in (
     (STAGE_3, lambda c: c.deepspeed.grad_accum_dtype not in (None, *_IN_BF16, *_IN_FP32), _GRAD_ACCUM,
      "gradients are summed in FP32, but grad_accum_dtype is {c.deepspeed.grad_accum_dtype}",
      f'"data_types": {{{{"grad_accum_dtype": "fp32"}}}}, or "bf16" with "{_ACCUMULATION}": 1'),
+    # A stage's sections, and the stage.
+    ("TrainConfig", lambda c: c.steps is not None and c.epochs is not None, "train.steps",
+     "train.steps and train.epochs contradict each other", "give one of train.steps and train.epochs"),
+    ("TrainConfig", lambda c: c.steps is None and c.epochs is None, "train.steps",
+     "the length is missing", "give one of train.steps and train.epochs"),
+    ("TrainConfig", lambda c: c.spike == "rollback" and c.save_every is None, "train.spike",
+     "there is no checkpoint to roll back to without train.save_every", '"save_every": 1000, or "spike": "warn"'),
+    ("TrainConfig", lambda c: c.keep_best and not (c.save_every and c.eval_every and c.save_every % c.eval_every == 0),
+     "train.keep_best", "the best checkpoint is known only where every checkpoint is validated",
+     "set train.save_every to a multiple of train.eval_every"),
+    ("DataConfig", lambda c: c.sources is not None and "path" in c.model_fields_set, "data.sources",
+     "data.path and data.sources contradict each other", "keep one of them"),
+    ("DataConfig", lambda c: c.sources == (), "data.sources",
+     "data.sources is empty", '[{{"path": ..., "weight": 1.0}}, ...]'),
+    ("DataConfig", lambda c: c.validation_fraction + c.test_fraction >= 1, "data.validation_fraction",
+     "no examples are left to train on: validation_fraction {c.validation_fraction} and test_fraction "
+     "{c.test_fraction} make up all examples", "0.05 each, say"),
+    (NAMED_DATA, lambda c: c.path is None and c.sources is None, "data.path",
+     "no data is named", "a file, a folder or a Hugging Face dataset"),
+    (NAMED_DATA, lambda c: c.tokenizer is None, "data.tokenizer",
+     "no tokenizer is named", "the model's folder or Hugging Face name"),
+    (SHARED, lambda c: c.model.attn_implementation != "packed", "model.attn_implementation",
+     'attention "{c.model.attn_implementation}" loses the mask of packed rows where ranks share sequences',
+     '"packed"'),
+    (SHARED, lambda c: c.data.sequence_length % c.shared_by, "data.sequence_length",
+     "{c.shared_by} ranks cannot share rows of {c.data.sequence_length} tokens evenly", "a multiple of {c.shared_by}"),
+    (SHARED, lambda c: c.configuration.stage != 3 or "data_parallel_size" in c.raw, "sequence_parallel_size",
+     "a stage whose ranks share sequences trains in ZeRO stage 3, without a device mesh",
+     f'"{_ZERO}": {{{{"stage": 3}}}}, and no "data_parallel_size"'),
+    (SHARED, lambda c: c.train.eval_bf16, "train.eval_bf16",
+     "a rank alone evaluates in BF16 along a run, and here ranks share sequences",
+     "remove it; no --more in ds-fp8 parity"),
+    ("Stage", lambda c: "scheduler" in c.raw, "scheduler",
+     "the learning-rate schedule belongs to the stage", "set train.schedule"),
+    *(("Stage", lambda c, key=key: key in c.raw and _is_on(c.raw[key]), key,
+       f'"{key}" does not go with a stage', f'remove "{key}"') for key in _NOT_IN_A_STAGE),
+    ("Stage", lambda c: isinstance(c.raw.get(_RECOMPUTED), Mapping) and any(c.raw[_RECOMPUTED].values()), _RECOMPUTED,
+     '"activation_checkpointing" does not go with a stage: the model section says what is recomputed',
+     '"model": {{"activation_checkpointing": "offload"}} keeps the inputs of layers on the host'),
+    ("Stage", lambda c: c.raw.get("bf16", c.raw.get("bfloat16", {})).get("enabled") is not True, "bf16",
+     "the stage runner trains in BF16", '"bf16": {{"enabled": true}}'),
+    *(("Stage", lambda c, key=key, package=package: getattr(c.configuration.deepspeed.monitor_config, key).enabled
+       and find_spec(package) is None, f"{key}.enabled",
+       f"{key} is not installed", f"pip install {package}, or false") for key, package in _MONITORS.items()),
+    ("Stage", lambda c: c.train.compact_checkpoints and c.fp8.enabled and not c.needs_own_optimizer,
+     "train.compact_checkpoints", "compact checkpoints store compressed moments, but the optimizer's are FP32",
+     'remove the key, or compress: "fp8": {{"optimizer": {{"exp_avg": "e4m3_expanded", ...}}}}'),
+    ("Stage", lambda c: not _models_of(c), "model", "no model is given",
+     "give one of model.path (a Hugging Face folder or name), model.config (an untrained model) and train.init_from "
+     "(an earlier run)"),
+    *(("Stage", lambda c, key=key: _models_of(c)[1:] and _models_of(c)[0] == key and " and ".join(_models_of(c)), key,
+       "{found} contradict each other: the weights can come from one place only", "keep one of them")
+      for key in ("model.path", "model.config")),
+    ("Stage", lambda c: not c.train.run_dir.strip(), "train.run_dir",
+     "train.run_dir is empty", '"run_dir": "runs/first"'),
+    # Resolved: "runs/../.." and links may end at the root, too.
+    ("Stage", lambda c: c.train.run_dir.strip() and os.path.realpath(c.train.run_dir).strip("/") == "",
+     "train.run_dir", "train.run_dir is the root folder", '"run_dir": "runs/first"'),
+    ("Stage", lambda c: c.data.tokens_per_gpu is not None and c.micro_batch != 1, "train_micro_batch_size_per_gpu",
+     "data.tokens_per_gpu sizes micro-batches by tokens, but a number of rows is given as well",
+     '"train_micro_batch_size_per_gpu": 1, with "train_batch_size" as the examples of a step'),
 )]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ds_fp8.config.errors import UserError
+from ds_fp8.config.refusals import NAMED_DATA, refusals
 from ds_fp8.config.schema import Section, Seed
 
 MAX_TOKENS = 1 << 24
@@ -109,30 +110,9 @@ class DataConfig(Section):
                 raise ValueError("needs a group in parentheses around the answer")
         return pattern
 
-    @model_validator(mode="after")
-    def _consistent(self) -> DataConfig:
-        if self.sources is not None and "path" in self.model_fields_set:
-            raise UserError(
-                "data.path and data.sources contradict each other", key="data.sources", remedy="keep one of them"
-            )
-        if self.sources is not None and not self.sources:
-            raise UserError("data.sources is empty", key="data.sources", remedy='[{"path": ..., "weight": 1.0}, ...]')
-        if self.validation_fraction + self.test_fraction >= 1:
-            raise UserError(
-                f"no examples are left to train on: validation_fraction {self.validation_fraction} and test_fraction "
-                f"{self.test_fraction} make up all examples",
-                key="data.validation_fraction",
-                remedy="0.05 each, say",
-            )
-        return self
-
     def check_named(self) -> None:
-        if self.path is None and self.sources is None:
-            raise UserError("no data is named", key="data.path", remedy="a file, a folder or a Hugging Face dataset")
-        if self.tokenizer is None:
-            raise UserError(
-                "no tokenizer is named", key="data.tokenizer", remedy="the model's folder or Hugging Face name"
-            )
+        for refusal in refusals(self, NAMED_DATA):
+            raise refusal
 
     def check_budget(self, shared_by: int = 1) -> None:
         if self.tokens_per_gpu is not None and self.tokens_per_gpu * shared_by < self.sequence_length:

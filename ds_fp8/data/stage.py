@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ds_fp8.config.errors import UserError, clipped
-from ds_fp8.config.files import check_writable
+from ds_fp8.config.files import check_writable, write_atomically
 from ds_fp8.config.log import logger
 from ds_fp8.data.chat import time_limit
 from ds_fp8.data.config import DataConfig
@@ -182,10 +182,9 @@ def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str
                         file.flush()
                         os.fsync(file.fileno())
             # Written last and renamed: its presence says that the arrays before it are complete.
-            part = plans / "packing_stats.json.part"
             stats = {split: asdict(plan.stats) for split, plan in made.items()}
-            part.write_text(json.dumps(stats | {"made": store.plan_state(plans.glob("*.npy"))}))
-            os.replace(part, plans / "packing_stats.json")
+            stats["made"] = store.plan_state(plans.glob("*.npy"))
+            write_atomically(plans / "packing_stats.json", json.dumps(stats))
             return _kept(plans, store)
 
 

@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from ds_fp8.config.files import write_atomically
 from ds_fp8.config.log import logger
 from ds_fp8.data.chat import IGNORED, tokenize_chats
 from ds_fp8.data.config import DataConfig
@@ -214,13 +215,9 @@ class TokenWriter:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())  # before the state that counts these bytes
-        part = self._folder / f"{_STATE}.part"
-        with part.open("w") as file:
-            json.dump({"tokens": self.tokens, "examples": self.examples, "open_ends": self._open_ends}, file)
-            file.flush()
-            os.fsync(file.fileno())  # or a power loss may leave the name, and nothing behind it
         _note_digest(self._folder, _hashed(self._folder))
-        os.replace(part, self._folder / _STATE)
+        state = {"tokens": self.tokens, "examples": self.examples, "open_ends": self._open_ends}
+        write_atomically(self._folder / _STATE, json.dumps(state))
 
 
 class TokenStore:
@@ -316,9 +313,7 @@ def _hashed(folder: Path) -> str:
 
 
 def _note_digest(folder: Path, digest: str) -> None:
-    part = folder / f"{_DIGEST}.part"
-    part.write_text(f"{digest} {json.dumps(_stamps(folder / _TOKENS, folder / _ENDS))}")
-    os.replace(part, folder / _DIGEST)
+    write_atomically(folder / _DIGEST, f"{digest} {json.dumps(_stamps(folder / _TOKENS, folder / _ENDS))}")
 
 
 def _map(file: Path, dtype: type) -> np.ndarray:

@@ -33,7 +33,8 @@ from ds_fp8.config import registry
 from ds_fp8.config.deepspeed_json import Configuration, DeepSpeedValues, known_keys
 from ds_fp8.config.errors import UserError, clipped, joined
 from ds_fp8.config.files import flat
-from ds_fp8.config.refusals import DEEPSPEED, FP8, STAGE_3, refusals
+from ds_fp8.config.fp8 import section_of
+from ds_fp8.config.refusals import DEEPSPEED, FP8, OPTIMIZER, STAGE_3, refusals
 from ds_fp8.config.schema import clipped_repr, nearest
 from ds_fp8.engine.optimizer import make_adamw, research_optimizer, uses_own_optimizer
 from ds_fp8.zero.deepspeed import versions as deepspeed_versions
@@ -85,6 +86,7 @@ def check(configuration: Configuration, *, optimizer: Any = None, scheduler_give
     parsed = attempt(lambda: filled.deepspeed)
     if parsed is not None:  # nothing is known of the values of a section that DeepSpeed cannot parse
         of = [FP8] + [STAGE_3] * (filled.stage == 3) if enabled else []
+        of += [OPTIMIZER] * (optimizer is None and configuration.has_optimizer)
         mistakes += refusals(filled, *of, DEEPSPEED, file=configuration.file)
     if enabled:
         attempt(lambda: deepspeed_versions.check(deepspeed.__version__))
@@ -128,16 +130,13 @@ def _check_keys(values: Mapping[str, Any], refuse: Refuse) -> None:
 
 def _check_optimizer(configuration: Configuration, parsed: Any, refuse: Refuse, attempt: Callable) -> None:
     """Refuse an "optimizer" section that DeepSpeed cannot make an optimizer of, or ZeRO cannot step."""
-    section = configuration.given("optimizer")
-    if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
-        refuse("optimizer", "the optimizer has no type", '"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}')
-        return
-    name, params = section["type"], section.get("params", {})
+    section = section_of(configuration.values, "optimizer")
+    name, params = section.get("type"), section.get("params", {})
     if not isinstance(params, Mapping):
         refuse("optimizer.params", "the optimizer's params must be an object", '"params": {...}')
         return
     wrong = _check_numbers(params, refuse)
-    if parsed is None:
+    if parsed is None or not isinstance(name, str):
         return  # refused already
     if uses_own_optimizer(configuration):
         if not wrong:
@@ -170,17 +169,12 @@ def _muon(lr, muon_lr, adam_lr, momentum, ns_method, betas, eps, weight_decay) -
 def _check_stepped(configuration: Configuration, name: str, kind: Any, given: bool, refuse: Refuse) -> None:
     """Refuse optimizers, of the section or `given` as objects, that an engine cannot step or that DeepSpeed refuses."""
     stage, parsed, key = configuration.stage, configuration.deepspeed, "optimizer.type"
-    no_mup = kind is None and importlib.util.find_spec("mup") is None
-    scatters = stage == 3 and kind is _muon and configuration.zero.reduce_scatter
-    whole = '"reduce_scatter": false, and "fp8": {"grad_reduce": {"format": "bf16"}}'
     tested = kind in (_muon, *ZERO_SUPPORTED_OPTIMIZERS, *registry.OPTIMIZERS.values())
     untested = stage and not tested and not parsed.zero_allow_untested_optimizer
     offloads = given and configuration.optimizer_device != "none" and kind not in (DeepSpeedCPUAdam, DeepSpeedCPULion)
     allow, force = "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"
     for found, where, problem, remedy in (
         (kind in (LBFGS, SparseAdam), key, f"{name} needs a closure or sparse gradients", '"type": "AdamW"'),
-        (no_mup, key, f"{name} is in the package mup, which is not installed", "pip install mup"),
-        (scatters, "zero_optimization.reduce_scatter", "DeepSpeed's Muon needs whole gradients", whole),
         (stage and kind is Muon, key, "torch's Muon steps matrices, and ZeRO's parts are flat", '"type": "Muon"'),
         (untested, key, f"DeepSpeed has not tested {name} with ZeRO", f'"{allow}": true, to use it nevertheless'),
         (offloads and parsed.zero_force_ds_cpu_optimizer, force, f"DeepSpeed offloads no {name}", f'"{force}": false'),

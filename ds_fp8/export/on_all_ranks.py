@@ -13,7 +13,9 @@ from ds_fp8.config.errors import UserError, as_user_error
 T = TypeVar("T")
 
 
-def on_all_ranks(call: Callable[[], T], words: Callable[[Exception], UserError] | None = None) -> list[T]:
+def on_all_ranks(
+    call: Callable[[], T], words: Callable[[Exception], UserError] | None = None, group: Any = None
+) -> list[T]:
     """Return the results of `call` of all ranks, or raise the error of one on all. Collective after the call.
 
     words: makes a UserError of an error; without it a rank raises its own error unchanged.
@@ -27,7 +29,7 @@ def on_all_ranks(call: Callable[[], T], words: Callable[[Exception], UserError] 
     answers: list[Any] = [(result, report)]
     if dist.get_world_size() > 1:
         answers = [None] * dist.get_world_size()
-        torch.distributed.all_gather_object(answers, (None if own else result, report))
+        torch.distributed.all_gather_object(answers, (None if own else result, report), group=group)
     if own is not None:
         raise own
     for _, report in answers:

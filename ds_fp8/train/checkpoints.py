@@ -20,7 +20,8 @@ import torch
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
-from ds_fp8.train.run_folder import CHECKPOINTS, RESULT, Invalid, read_object, remove, write_atomically
+from ds_fp8.config.files import remove, write_atomically
+from ds_fp8.train.run_folder import CHECKPOINTS, RESULT, Invalid, read_object
 from ds_fp8.zero.deepspeed.checkpoints import load_tensors
 
 MANIFEST = "manifest.json"

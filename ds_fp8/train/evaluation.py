@@ -1,19 +1,19 @@
-"""Measuring a model without training it: loss per token on held-out rows, and answers to held-out problems."""
+"""Evaluation: loss per token on held-out rows, and answers to held-out problems."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed import comm as dist
-from torch.func import functional_call
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from ds_fp8.config.log import logger
 from ds_fp8.data import IGNORED, PackedDataset, stop_tokens
 from ds_fp8.data.rows import measured_rows
 from ds_fp8.data.stage import Question, extract_answer
@@ -22,41 +22,13 @@ from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.layers.attention.sequence_parallel import local_sequences
 from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import Batch, label_tokens, micro_batches
+from ds_fp8.train.loop import Callback, Run
+from ds_fp8.train.metrics import ANSWERS, BF16_LOSS, report
+from ds_fp8.train.model import Alone, without_casts
 from ds_fp8.train.stage import Stage
 
 QUESTIONS_AT_ONCE = 64
 MAX_SAMPLES = 12  # Answers that are kept as text
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An answer, as text."""
-
-    prompt: str
-    generated: str
-    expected: str
-    right: bool
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Answers of a model."""
-
-    exact_match: float  # Share of all questions that were answered rightly, from 0 to 1
-    samples: list[Sample]  # The first of this rank's questions
-
-
-class Alone(torch.nn.Module):
-    """A model that is whole on this rank, with what evaluation asks of an engine."""
-
-    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor] | None = None):
-        """`tensors`: parameters and buffers by name, in place of the model's own."""
-        super().__init__()
-        self.module, self.tensors = model, tensors or {}
-        self.device = next(iter(tensors.values())).device if tensors else model.device
-
-    def forward(self, **batch: torch.Tensor) -> Any:
-        return functional_call(self.module, self.tensors, (), batch)
 
 
 @torch.no_grad()
@@ -95,10 +67,11 @@ def exact_match(
     questions: list[Question],
     pattern: str,
     check: Callable[[], None],
-) -> Answers:
-    """Return the answers of greedy generation to `questions`, which the ranks share. Collective.
+) -> tuple[float, list[dict[str, Any]]]:
+    """Answer `questions`, which the ranks share, by greedy generation. Collective.
 
-    `pattern` finds the answer in what is generated; `check` is called before each batch.
+    Returns the share that is answered rightly, and the first answers of this rank as text. `pattern` finds the answer
+    in what is generated; `check` is called before each batch.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     # All ranks generate for equally many questions; the repeated ones at the end do not count.
@@ -110,12 +83,16 @@ def exact_match(
     for start in range(0, share, QUESTIONS_AT_ONCE):
         check()
         batch = mine[start : start + QUESTIONS_AT_ONCE]
-        prompts = [list(question.prompt) for question in batch]
-        ids, mask = _left_padded(prompts, tokenizer.pad_token_id, engine.device)
+        # At the left: generation goes on behind the last token of a row, which must be the prompt's.
+        prompts = tokenizer.pad(
+            {"input_ids": [list(question.prompt) for question in batch]},
+            padding_side="left",
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(engine.device)
         with local_sequences(engine.module) if stage.shared_by > 1 else nullcontext():
             out = engine.module.generate(
-                input_ids=ids,
-                attention_mask=mask,
+                **prompts,
                 max_new_tokens=stage.train.max_new_tokens,
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
@@ -124,7 +101,7 @@ def exact_match(
                 # others.
                 synced_gpus=world > 1,
             )
-        texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(out[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
         # Cut to this rank's own questions: repeated ones were generated so that all ranks gather as often.
         pairs = list(zip(batch, texts, strict=True))[: max(counted - start, 0)]
         # Together: what is refused of one rank's answers, a search without end, ends all ranks.
@@ -132,18 +109,9 @@ def exact_match(
         right += sum(map(sum, found))
         for (question, text), correct in list(zip(pairs, found[rank], strict=True))[: MAX_SAMPLES - len(samples)]:
             prompt = tokenizer.decode(question.prompt, skip_special_tokens=True)
-            samples.append(Sample(prompt, text, question.answer, correct))
+            samples.append({"prompt": prompt, "generated": text, "expected": question.answer, "right": correct})
     engine.train()
-    return Answers(right / len(questions), samples)
-
-
-def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 ids and mask [prompts, longest], the words of each prompt at the right end."""
-    longest = max(map(len, prompts))
-    # At the left: generation goes on behind the last token of a row, which must be the prompt's.
-    ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    return right / len(questions), samples
 
 
 def label_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,3 +119,65 @@ def label_logits(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, to
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     logits, labels = model(**inputs, use_cache=False).logits[:, :-1], batch["labels"][:, 1:]
     return logits[labels != IGNORED], labels[labels != IGNORED]
+
+
+class Evaluation(Callback):
+    """Measures what is due after a step and is not in the log: a stop may have come between a measurement and the next.
+
+    Each of the losses is that of the model as it is trained, and BF16_LOSS that of its BF16 weights without casts.
+    """
+
+    def on_start(self, run: Run) -> None:
+        # A forward may have kernels to compile, or hundreds of tokens to generate, before the next check.
+        self._check = partial(run.interrupt.check, slow=True)
+        self.on_step(run)
+
+    def on_step(self, run: Run) -> None:
+        config, is_last = run.stage.train, run.step == run.stage.train.steps
+        if run.step == 0 or run.is_due(config.eval_every):
+            self._measure_loss(run, "validation")
+            if config.eval_bf16 and run.step:
+                self._measure_in_bf16(run, lambda: without_casts(run.stage, run.engine))
+        if is_last and len(run.data.test):
+            self._measure_loss(run, "test")
+        if run.step == 0 or is_last:
+            self._measure_answers(run)
+
+    def on_end(self, run: Run) -> None:
+        def stopped() -> DeepSpeedEngine:
+            run.engine.fp8.stop_casting()  # for good: nothing is trained after it
+            return run.engine
+
+        self._measure_in_bf16(run, stopped)
+
+    def _loss(self, run: Run, model: DeepSpeedEngine | Alone, rows: PackedDataset) -> float:
+        return validation_loss(model, run.stage, rows, run.stage.train.eval_batches, self._check)
+
+    def _measure_in_bf16(self, run: Run, model: Callable[[], DeepSpeedEngine | Alone]) -> None:
+        if run.engine.fp8.casts and not run.log.has(run.step, BF16_LOSS):
+            loss = self._loss(run, model(), run.data.validation)
+            report(run, BF16_LOSS, loss, f"validation loss of the weights in BF16, without casts, {loss:.4f}")
+
+    def _measure_loss(self, run: Run, split: Literal["validation", "test"]) -> None:
+        if run.log.value(run.step, f"{split}_loss") is None:
+            loss = self._loss(run, run.engine, getattr(run.data, split))
+            # exp overflows FP64 just above 709.
+            perplexity = math.exp(min(loss, 700.0))
+            line = f"{split} loss {loss:.4f}, perplexity {perplexity:.4g}"
+            report(run, f"{split}_loss", loss, line, **{f"{split}_perplexity": perplexity})
+
+    def _measure_answers(self, run: Run) -> None:
+        wanted = run.stage.train.exact_match_problems
+        if not wanted or run.log.value(run.step, "exact_match") is not None:
+            return
+        questions = run.data.questions(wanted)
+        if not questions:
+            if run.step == 0:
+                logger.info('no exact match: the data has no known answers ("data.answer_pattern" finds them in chats)')
+            return
+        pattern = run.data.answer_pattern
+        share, samples = exact_match(run.engine, run.stage, run.tokenizer, questions, pattern, self._check)
+        run.log.append({"step": run.step, "event": ANSWERS, "answers": samples})
+        line = f"exact match {share:.1%} of {len(questions)} problems"
+        # Last: this record marks the answers as measured, so a run stopped in between answers the questions again.
+        report(run, "exact_match", share, line, problems=len(questions))

@@ -1,29 +1,23 @@
-"""What a run logs and shows: metrics.jsonl, loss spikes, the health of FP8, memory, bars, the summary of a run."""
+"""What a run logs and shows: metrics.jsonl, monitors, the health of FP8, progress, the summary of a run."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import math
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import psutil
-import torch
-from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ds_fp8.cluster import watchdog
+from ds_fp8.config.files import write_atomically
 from ds_fp8.config.log import is_first_rank, logger
-from ds_fp8.engine.health import Health
 from ds_fp8.monitor.records import (
     FALLBACK,
     Record,
@@ -34,8 +28,9 @@ from ds_fp8.monitor.records import (
     routing_record,
 )
 from ds_fp8.train.checkpoints import RunState
-from ds_fp8.train.run_folder import write_atomically
-from ds_fp8.zero.collectives import allocated_bytes
+from ds_fp8.train.loop import Callback, Run
+from ds_fp8.train.run_folder import warn_unwritten
+from ds_fp8.train.steps import Reading, begin_peak_memory
 
 ANSWERS = "answers"  # The event with the first answers of an evaluation, as text
 # Validation loss, after the last step, of the BF16 weights without casts; in a run that casts
@@ -45,9 +40,6 @@ LAST_LOSSES = 10
 LOST = "records lost"  # The event of a resume that found fewer records than were written before its checkpoint
 LINES = 20  # Lines about steps that a run prints where its output is not a terminal
 SECONDS_BETWEEN_LINES = 10.0
-LEAST_HISTORY = 20  # Losses to have seen before one can stand out
-NORMAL_MAD = 1.4826  # Standard deviation over median absolute deviation, for normally distributed values
-LEAST_SPREAD = 1e-3  # Part of the median below which the spread of losses is not believed
 
 
 def read_metrics(file: Path, last_step: int = sys.maxsize) -> list[Record]:
@@ -62,58 +54,46 @@ def read_metrics(file: Path, last_step: int = sys.maxsize) -> list[Record]:
 
 
 class MetricsLog:
-    """Appends to `file` on the rank that writes (rank 0), which alone keeps the records of training steps in memory."""
+    """The records of a run. Rank 0 `writes` them to `file`, and alone keeps those of training steps."""
 
     def __init__(self, file: Path, records: list[Record], writes: bool) -> None:
-        # Evaluations, saves, health and the like, on every rank
-        self.events = [record for record in records if "loss" not in record]
-        self.records = list(records) if writes else self.events
-        self._file = None
-        if writes:
-            # Without the lines after the checkpoint and without damaged ones.
-            self._write_anew(file)
+        self.records = [record for record in records if writes or "loss" not in record]
+        self._path, self._writes, self._file = file, writes, None
 
-    def _write_anew(self, file: Path) -> None:
-        try:
-            write_atomically(file, "".join(json.dumps(record) + "\n" for record in self.records))
-        finally:
-            # By lines: a kill cuts off one line at most, which reading leaves out.
-            self._file = file.open("a", buffering=1)
+    def open(self) -> None:
+        """Write the file anew, without the lines after the checkpoint and without damaged ones."""
+        if self._writes:
+            try:
+                write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
+            finally:
+                # By lines: a kill cuts off one line at most, which reading leaves out.
+                self._file = self._path.open("a", buffering=1)
 
     def append(self, record: Record) -> None:
-        record = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-        if "loss" not in record:
-            self.events.append(record)
+        if "loss" in record and not self._writes:
+            return
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.records.append(finite)
         if self._file:
-            self.records.append(record)
-            try:
-                self._file.write(json.dumps(record) + "\n")
-            except OSError as error:  # what could not be written stays in the file's buffer
-                logger.warning("WARNING: %s could not be written: %s", self._file.name, error.strerror)
+            with warn_unwritten(self._path):  # what could not be written stays in the file's buffer
+                self._file.write(json.dumps(finite) + "\n")
 
     def go_back(self, step: int) -> None:
-        self.events[:] = [record for record in self.events if record["step"] <= step]
+        self.records = [record for record in self.records if record["step"] <= step]
         if self._file:
-            self.records = [record for record in self.records if record["step"] <= step]
             # Closed before the file is replaced: lines appended to the old one would be lost with it.
             self._file.close()
-            try:
-                self._write_anew(Path(self._file.name))
-            except OSError as error:
-                name = self._file.name
-                logger.warning("WARNING: %s still has what came after step %s: %s", name, step, error.strerror)
+            with warn_unwritten(f"{self._path} without what came after step {step}"):
+                self.open()
 
     def by_step(self, key: str) -> dict[int, Any]:
-        return {record["step"]: record[key] for record in self.events if record.get(key) is not None}
+        return {record["step"]: record[key] for record in self.records if record.get(key) is not None}
 
     def has(self, step: int, key: str) -> bool:
-        return any(record["step"] == step and key in record for record in self.events)
+        return any(record["step"] == step and key in record for record in self.records)
 
     def value(self, step: int, key: str) -> Any:
-        found = [record[key] for record in self.events if record["step"] == step and key in record]
+        found = [record[key] for record in self.records if record["step"] == step and key in record]
         return found[-1] if found else None
 
     def before(self, step: int) -> int:
@@ -122,107 +102,84 @@ class MetricsLog:
 
     def check(self, state: RunState) -> None:
         """Say how many of the records that were there when `state` was saved are missing."""
-        if (missing := state.records - self.before(state.step)) > 0:
-            logger.warning("WARNING: %s of the records of %s are missing", missing, self._file.name)
+        if self._writes and (missing := state.records - self.before(state.step)) > 0:
+            logger.warning("WARNING: %s of the records of %s are missing", missing, self._path)
             self.append({"step": state.step, "event": LOST, "records": missing})
 
 
-class SpikeDetector:
-    """Compares each loss with the `window` before it."""
-
-    def __init__(self, window: int, threshold: float, losses: Iterable[float] = ()):
-        self._threshold = threshold
-        self._losses: deque[float] = deque(losses, maxlen=window)
-
-    def observe(self, loss: float) -> float | None:
-        """Return the standard deviations by which `loss` exceeds the losses before, if above the threshold."""
-        if not math.isfinite(loss):  # its step is skipped anyway
-            return None
-        score = 0.0
-        # Of a few losses the median deviation may be almost zero, and anything would stand out.
-        if len(self._losses) >= min(LEAST_HISTORY, self._losses.maxlen):
-            # Median and its deviation, not mean and standard deviation: one spike among the losses hardly moves them.
-            centre = median(self._losses)
-            spread = NORMAL_MAD * median(abs(other - centre) for other in self._losses)
-            score = (loss - centre) / max(spread, LEAST_SPREAD * abs(centre))
-        self._losses.append(loss)
-        return score if score > self._threshold else None
-
-    def losses(self) -> list[float]:
-        return list(self._losses)
+def send(run: Run, values: Record) -> None:
+    """Send values to the monitors (TensorBoard and the like)."""
+    if run.engine.monitor.enabled:
+        with warn_unwritten("the monitors' figures"):
+            run.engine.monitor.write_events([(key, value, run.engine.global_samples) for key, value in values.items()])
 
 
-class RunHealth:
-    """Writes down what the measured steps of a run showed; does nothing for a run without FP8."""
+def report(run: Run, key: str, value: float, line: str, **more: Any) -> None:
+    """Log, say and send what was measured after the last step done."""
+    run.log.append({"step": run.step, key: value, **more})
+    logger.info(f"step {run.step}: {line}")
+    send(run, {f"Train/{key}": value})
 
-    def __init__(self, health: Health | None, log: MetricsLog, send: Callable[[Record], None]):
-        self._health, self._log, self._send = health, log, send
 
-    def log_step(self, step: int) -> None:
-        """Log and send what step `step`, the last one done, showed if it was a measured one."""
-        if self._health is None or self._health.last is None:
-            return
-        report, self._health.last = self._health.last, None
-        self._log.append(health_record(step, report.measurement))
-        self._send(health_curves(report.measurement))
-        if report.routing is not None:
-            self._log.append(routing_record(step, report.routing))
-            self._send(routing_curves(report.routing))
-        for found in report.degraded:
-            self._log.append(
-                {
-                    "step": step,
-                    "event": "degraded",
-                    "site": found.name,
-                    "tensor_class": found.tensor_class,
-                    "reason": found.reason,
-                }
-            )
-        if report.moved:
-            self._log_layers(step)
+class Metrics(Callback):
+    """Logs, sends and shows the figures of steps."""
 
-    def go_to(self, step: int) -> None:
-        """Log the layers in BF16 where the records up to step `step`, whose checkpoint is loaded, name others.
+    def __init__(self) -> None:
+        self._progress: RunProgress | None = None
+
+    def on_start(self, run: Run) -> None:
+        run.log.open()
+        run.log.check(run.saved)
+        self._process_bytes = begin_peak_memory()
+        self._progress = RunProgress(run.stage.train.steps, run.step)
+
+    def state(self, run: Run) -> dict[str, Any]:
+        return {"records": run.log.before(run.step)}
+
+    def on_read(self, run: Run, reading: Reading) -> None:
+        record = {"step": run.step, **reading.record, "process_bytes": self._process_bytes}
+        self._progress.step(record)
+        if run.step == 1 or run.is_due(run.stage.train.log_every):
+            run.log.append(record)
+            send(run, {f"Train/{key}": value for key, value in record.items() if key != "step" and value is not None})
+
+    def close(self) -> None:
+        if self._progress:
+            self._progress.stop()
+
+
+class Health(Callback):
+    """Logs what the measured steps of a run showed of FP8, and layers that moved to BF16."""
+
+    def on_start(self, run: Run) -> None:
+        """Log the layers in BF16 where the records up to the checkpoint that is loaded name others.
 
         They do after a rollback, which leaves moved layers in BF16, and in a run that begins with another's state.
         """
-        if self._health is not None and self._health.layers_in_bf16 != layers_in_bf16(self._log.events):
-            self._log_layers(step)
+        health = run.engine.fp8.health
+        if health is not None and health.layers_in_bf16 != layers_in_bf16(run.log.records):
+            self._log_layers(run)
 
-    def _log_layers(self, step: int) -> None:
-        self._log.append({"step": step, "event": FALLBACK, "layers": list(self._health.layers_in_bf16)})
+    on_rollback = on_start
 
+    def on_step(self, run: Run) -> None:
+        health = run.engine.fp8.health
+        if health is None or health.last is None:
+            return
+        found, health.last = health.last, None
+        run.log.append(health_record(run.step, found.measurement))
+        send(run, health_curves(found.measurement))
+        if found.routing is not None:
+            run.log.append(routing_record(run.step, found.routing))
+            send(run, routing_curves(found.routing))
+        for layer in found.degraded:
+            names = {"site": layer.name, "tensor_class": layer.tensor_class, "reason": layer.reason}
+            run.log.append({"step": run.step, "event": "degraded", **names})
+        if found.moved:
+            self._log_layers(run)
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process had so far: allocated on the accelerator, or resident on a CPU."""
-    if device.type != "cpu":
-        return get_accelerator().max_memory_allocated() + allocated_bytes()
-    # Not getrusage: its peak begins at what the process that started this one held.
-    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-
-
-def begin_peak_memory() -> int:
-    """On a CPU let peak_memory_bytes begin anew, and return what the process holds beside its tensors; else 0."""
-    if get_accelerator().device_name() != "cpu":
-        return 0
-    with contextlib.suppress(OSError):
-        # 5 resets the peak of resident memory (proc(5)).
-        Path("/proc/self/clear_refs").write_text("5")
-    gc.collect()
-    # By storage: views of one storage share its bytes, which are counted once.
-    storages = {
-        thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
-        for thing in gc.get_objects()
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu"
-    }
-    return psutil.Process().memory_info().rss - sum(storages.values())
-
-
-def reserved_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that the allocator held so far, in use or not; on a CPU as peak_memory_bytes."""
-    if device.type == "cpu":
-        return peak_memory_bytes(device)
-    return get_accelerator().max_memory_reserved() + allocated_bytes()
+    def _log_layers(self, run: Run) -> None:
+        run.log.append({"step": run.step, "event": FALLBACK, "layers": list(run.engine.fp8.health.layers_in_bf16)})
 
 
 def summarise(log: MetricsLog, steps: int) -> Record:

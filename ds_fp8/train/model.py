@@ -15,7 +15,15 @@ import torch
 from accelerate import init_empty_weights
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from torch.func import functional_call
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -29,11 +37,11 @@ from ds_fp8.graphs.host_checkpoints import keep_on_host
 from ds_fp8.train import packed_attention, trial
 from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.checkpoints import hashes_of
-from ds_fp8.train.evaluation import Alone
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 from ds_fp8.train.stored_model import (
     ModelSource,
+    check_sums,
     check_trainable,
     load_stored_model,
     munit_of,
@@ -94,7 +102,9 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
     the weights once, beside the parameter on its way: in BF16, those of `build_model`.
     """
     if stage.configuration.stage != 3:
-        return build_model(stage, config)
+        if stage.model.config is None:
+            on_first_rank(lambda: check_sums(_source(stage)))
+        return build_model(stage, config, hashed=True)
     model = None
 
     def build() -> tuple[GenerationConfig, dict[str, torch.dtype], bool]:
@@ -129,6 +139,19 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
     on_host = stage.train.lora is not None and fp8.enabled and fp8.param_gather.format != "bf16"
     shard_one_by_one(model, stage.raw, on_host, memory if received else None)
     return model
+
+
+class Alone(torch.nn.Module):
+    """A model that is whole on this rank, with what evaluation asks of an engine."""
+
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, torch.Tensor] | None = None):
+        """`tensors`: parameters and buffers by name, in place of the model's own."""
+        super().__init__()
+        self.module, self.tensors = model, tensors or {}
+        self.device = next(iter(tensors.values())).device if tensors else model.device
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return functional_call(self.module, self.tensors, (), batch)
 
 
 @torch.no_grad()
@@ -213,10 +236,11 @@ def _with_memory(
         yield parameter
 
 
-def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
+def build_model(stage: Stage, config: PretrainedConfig, hashed: bool = False) -> torch.nn.Module:
     """Build the whole model on this rank, in BF16: the same weights on every rank, untrained ones from train.seed.
 
-    Stored weights are read to the CPU; untrained ones are drawn on the GPU where there is room for all of them.
+    Stored weights are read to the CPU, `hashed` where another rank has checked an export's sums; untrained ones are
+    drawn on the GPU where there is room for all of them.
     """
     # Now, and not at the first step: else micro-batches would be averaged with the wrong weights, silently.
     trial.check_rows(config, stage.model.attn_implementation)
@@ -227,7 +251,7 @@ def build_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Module:
             with torch.device(_where_to_draw(config)):
                 model = AutoModelForCausalLM.from_config(config, **_options(stage))
         else:
-            model = load_stored_model(_source(stage), config, _options(stage))
+            model = load_stored_model(_source(stage), config, _options(stage), hashed)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"the model cannot be built: {first_paragraph(error)}", key="model", remedy="change what the message names"

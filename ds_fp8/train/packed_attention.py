@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import (
@@ -32,11 +33,6 @@ from transformers.masking_utils import (
 )
 
 from ds_fp8.layers.attention import documents
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch < 2.10
-    varlen_attn = None
 
 NAME = "packed"
 LARGEST_HEAD = 256  # Features of a head up to which the variable-length kernel works
@@ -152,13 +148,7 @@ def packed_attention(
         )
     # [B, heads, S, D] -> [B * S, heads, D]
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
-    if (
-        varlen_attn is not None
-        and q.is_cuda
-        and q.dtype != torch.float32
-        and q.shape[2] <= LARGEST_HEAD
-        and not dropout
-    ):
+    if q.is_cuda and q.dtype != torch.float32 and q.shape[2] <= LARGEST_HEAD and not dropout:
         output = _in_one_kernel(q, k, v, attention_mask, query.shape[2], scaling)
     else:
         output = _document_by_document(q, k, v, attention_mask, dropout, scaling)

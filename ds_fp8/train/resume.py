@@ -19,11 +19,14 @@ from torch import nn
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError, clipped
+from ds_fp8.config.files import remove
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.sequence_parallel import KEY
 from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.export.on_all_ranks import on_all_ranks
+from ds_fp8.monitor.records import layers_in_bf16
 from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, folder_of, problems_of, random_file, steps_in
+from ds_fp8.train.loop import Callback, Run
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.run_folder import (
     BATCH_KEYS,
@@ -35,7 +38,6 @@ from ds_fp8.train.run_folder import (
     Invalid,
     check_same_run,
     read_object,
-    remove,
 )
 from ds_fp8.train.saving import restore_random_states
 from ds_fp8.train.stage import Lora, Stage
@@ -275,6 +277,21 @@ def _object_or_none(file: Path) -> dict[str, Any] | None:
         return read_object(file)
     except (FileNotFoundError, Invalid):
         return None
+
+
+class Resume(Callback):
+    """Loads the checkpoint that a run begins from."""
+
+    def on_start(self, run: Run) -> None:
+        if run.engine.fp8.health is not None:
+            known = dict(run.engine.module.named_modules())
+            layers = [layer for layer in layers_in_bf16(run.log.records) if layer in known]
+            # Before the checkpoint is loaded: it restores the state of a model in which these layers are BF16 already.
+            run.engine.fp8.health.move_to_bf16(layers)
+        if run.saved.checkpoint is not None:
+            load(run.engine, run.stage, run.saved)
+            if not run.step:
+                run.engine.skipped_steps = 0  # those before were the other run's
 
 
 def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> None:

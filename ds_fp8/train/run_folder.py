@@ -1,4 +1,4 @@
-"""A run's folder: names in it, durable writes, the lock of the one run in it, and what a rerun may change.
+"""A run's folder: names in it, the lock of the one run in it, and what a rerun may change.
 
 run_dir/config.json                      the stage as it was started
 run_dir/checkpoints/step_N/              DeepSpeed's checkpoint after N steps, with its manifest (checkpoints.py)
@@ -13,18 +13,19 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH
 from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import check_plain, flat
+from ds_fp8.config.files import write_atomically as write_atomically
+from ds_fp8.config.log import logger
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.stage import Stage
 
@@ -48,41 +49,13 @@ class Invalid(Exception):
     """Raised for a file whose content is not what such a file holds; the message says in what way."""
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Write `file` so that a reader, also one after a power loss, sees the old content or the new, never a part."""
-    part = file.with_name(file.name + ".part")
-    remove(part)  # a named pipe would be waited for, and a link followed
-    with part.open("x") as stream:
-        stream.write(text)
-        # Python's buffer first, then the system's: after the rename the content must be on the disk.
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(file)
-    # The rename is an entry of the folder, which the disk may write later than the file.
-    flush(file.parent)
-
-
-def remove(path: Path) -> None:
-    """Delete a file, a link (not what it leads to) or a folder with all that is in it; nothing where there is none."""
-    with suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder: without it a power loss may undo renames and new files in it."""
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def warn_unwritten(what: str | Path) -> Iterator[None]:
+    """Go on, with a warning, where the disk takes nothing of `what`, which training does not need."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def flush_tree(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        flush(path)
+        yield
+    except OSError as error:
+        logger.warning(f"WARNING: {what} could not be written: {error.strerror or error}")
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -7,30 +7,22 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ds_fp8.config.deepspeed_json import ACCUMULATION, MICRO_BATCH, TRAIN_BATCH, Configuration
-from ds_fp8.config.errors import UserError, results_of
+from ds_fp8.config.errors import UserError, joined, results_of
 from ds_fp8.config.files import apply_override, check_writable, read_json
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import with_assumed_preset
+from ds_fp8.config.refusals import SHARED, refusals
 from ds_fp8.config.schema import Section, Seed, clipped_repr, parse_section
-from ds_fp8.config.sequence_parallel import KEY, check_ranks, sequence_parallel_size
+from ds_fp8.config.sequence_parallel import check_ranks, sequence_parallel_size
 from ds_fp8.data import DataConfig
 from ds_fp8.engine import preflight
 from ds_fp8.engine.optimizer import needs_own_optimizer
-
-_NOT_IN_A_STAGE = (
-    *("fp16", "torch_autocast", "weight_quantization"),  # it trains in the precision of its "fp8" section
-    *("data_efficiency", "hybrid_engine", "autotuning", "datastates_ckpt"),
-    *("tensor_parallel", "expert_parallel", "pipeline"),  # it shards by ZeRO alone
-)
-"""Sections of DeepSpeed's that a stage has no use for."""
-_MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 # ---------------------------------------------------------------- learning rate
 
@@ -223,19 +215,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if (self.steps is None) == (self.epochs is None):
-            both = "train.steps and train.epochs contradict each other" if self.steps else "the length is missing"
-            raise UserError(both, key="train.steps", remedy="give one of train.steps and train.epochs")
         if self.steps is not None:
             self.schedule.check_lengths(self.steps)
-        if self.spike == "rollback" and self.save_every is None:
-            problem = "there is no checkpoint to roll back to without train.save_every"
-            raise UserError(problem, key="train.spike", remedy='"save_every": 1000, or "spike": "warn"')
-        if self.keep_best and (not self.save_every or not self.eval_every or self.save_every % self.eval_every):
-            problem = "the best checkpoint is known only where every checkpoint is validated"
-            raise UserError(
-                problem, key="train.keep_best", remedy="set train.save_every to a multiple of train.eval_every"
-            )
         return self
 
 
@@ -246,20 +227,18 @@ class TrainConfig(Section):
 class Stage:
     """A checked stage."""
 
-    configuration: Configuration
-    """The whole JSON after the command line's changes."""
+    configuration: Configuration  # The JSON after the command line's changes
     file: Path
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
     world: int
-    shared_by: int
-    """Ranks that share a sequence: "sequence_parallel_size"."""
+    shared_by: int  # Ranks that share a sequence: "sequence_parallel_size"
     global_batch: int
     micro_batch: int
     accumulation: int
+    # Hashes of the files of frozen weights, by name: checkpoints hold none of these weights
     base: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of the files of frozen weights, by name: checkpoints hold none of these weights."""
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -268,6 +247,10 @@ class Stage:
     @property
     def fp8(self) -> FP8Config:
         return self.configuration.fp8
+
+    @property
+    def needs_own_optimizer(self) -> bool:
+        return needs_own_optimizer(self.fp8)
 
     @property
     def run_dir(self) -> Path:
@@ -334,66 +317,21 @@ def checked_stage(raw: dict[str, Any], file: Path, world: int) -> Stage:
         functools.partial(section, DataConfig, "data"),
         functools.partial(section, TrainConfig, "train"),
     )
-    fp8 = configuration.fp8
     data.check_named()
     shared_by = sequence_parallel_size(raw)
     check_ranks(shared_by, world)
-    _check_shared(configuration, model, data, shared_by)
-    if train.eval_bf16 and shared_by > 1:
-        problem = "a rank alone evaluates in BF16 along a run, and here ranks share sequences"
-        raise UserError(problem, key="train.eval_bf16", remedy="remove it; no --more in ds-fp8 parity")
-    global_batch, micro_batch, accumulation = resolve_batch(raw, world // shared_by)
-    check_sections(configuration)
-    preflight.check_trains(configuration, None, ())
-    if train.compact_checkpoints and fp8.enabled and not needs_own_optimizer(fp8):
-        raise UserError(
-            "compact checkpoints store compressed moments, but the optimizer's are FP32",
-            key="train.compact_checkpoints",
-            remedy='remove the key, or compress: "fp8": {"optimizer": {"exp_avg": "e4m3_expanded", ...}}',
-        )
-    _check_model_source(model, train)
-    # Resolved: "runs/../.." and links may end at the root, too.
-    if not train.run_dir.strip() or Path(os.path.realpath(train.run_dir)).name == "":
-        what = "is the root folder" if train.run_dir.strip() else "is empty"
-        raise UserError(f"train.run_dir {what}", key="train.run_dir", remedy='"run_dir": "runs/first"')
-    check_writable(Path(train.run_dir), "train.run_dir")
-    if data.tokens_per_gpu is not None and micro_batch != 1:
-        raise UserError(
-            "data.tokens_per_gpu sizes micro-batches by tokens, but a number of rows is given as well",
-            key="train_micro_batch_size_per_gpu",
-            remedy='"train_micro_batch_size_per_gpu": 1, with "train_batch_size" as the examples of a step',
-        )
-    return Stage(configuration, file, model, data, train, world, shared_by, global_batch, micro_batch, accumulation)
-
-
-def _check_shared(configuration: Configuration, model: ModelConfig, data: DataConfig, shared_by: int) -> None:
     data.check_budget(shared_by)
-    if shared_by == 1:
-        return
-    if model.attn_implementation != "packed":
-        problem = f'attention "{model.attn_implementation}" loses the mask of packed rows where ranks share sequences'
-        raise UserError(problem, key="model.attn_implementation", remedy='"packed"')
-    if data.sequence_length % shared_by:
-        problem = f"{shared_by} ranks cannot share rows of {data.sequence_length} tokens evenly"
-        raise UserError(problem, key="data.sequence_length", remedy=f"a multiple of {shared_by}")
-    if configuration.stage != 3 or "data_parallel_size" in configuration.values:
-        problem = "a stage whose ranks share sequences trains in ZeRO stage 3, without a device mesh"
-        raise UserError(problem, key=KEY, remedy='"zero_optimization": {"stage": 3}, and no "data_parallel_size"')
-
-
-def _check_model_source(model: ModelConfig, train: TrainConfig) -> None:
-    given = {"model.path": model.path, "model.config": model.config, "train.init_from": train.init_from}
-    present = [key for key, value in given.items() if value is not None]
-    if not present:
-        raise UserError(
-            "no model is given",
-            key="model",
-            remedy="give one of model.path (a Hugging Face folder or name), model.config (an untrained model) and "
-            "train.init_from (an earlier run)",
-        )
-    if len(present) > 1:
-        problem = f"{' and '.join(present)} contradict each other: the weights can come from one place only"
-        raise UserError(problem, key=present[0], remedy=f"keep one of {', '.join(present)}")
+    batch = resolve_batch(raw, world // shared_by)
+    preflight.check_trains(configuration, None, ())
+    stage = Stage(configuration, file, model, data, train, world, shared_by, *batch)
+    if mistakes := list(refusals(stage, "Stage", *[SHARED] * (shared_by > 1))):
+        raise joined(mistakes)
+    check_writable(Path(train.run_dir), "train.run_dir")
+    for key in ("tensorboard", "csv_monitor"):
+        monitor = getattr(configuration.deepspeed.monitor_config, key)
+        if monitor.enabled:
+            check_writable(Path(monitor.output_path, monitor.job_name), f"{key}.output_path")
+    return stage
 
 
 # ---------------------------------------------------------------- DeepSpeed's own sections
@@ -438,32 +376,3 @@ def ranks_of_batch(raw: Mapping[str, Any]) -> int | None:
     total, micro, accumulation = sizes
     ranks, rest = divmod(total, micro * accumulation)
     return None if rest else ranks
-
-
-def check_sections(configuration: Configuration) -> None:
-    raw = configuration.values
-    if "scheduler" in raw:
-        problem = "the learning-rate schedule belongs to the stage"
-        raise UserError(problem, key="scheduler", remedy="set train.schedule")
-    for key in _NOT_IN_A_STAGE:
-        section = raw.get(key)
-        if key in raw and not (isinstance(section, Mapping) and section.get("enabled") is False):
-            raise UserError(f'"{key}" does not go with a stage', key=key, remedy=f'remove "{key}"')
-    section = raw.get("activation_checkpointing")
-    if isinstance(section, Mapping) and any(section.values()):
-        raise UserError(
-            '"activation_checkpointing" does not go with a stage: the model section says what is recomputed',
-            key="activation_checkpointing",
-            remedy='"model": {"activation_checkpointing": "offload"} keeps the inputs of layers on the host',
-        )
-    bf16 = raw.get("bf16", raw.get("bfloat16"))
-    if not (isinstance(bf16, dict) and bf16.get("enabled") is True):
-        raise UserError("the stage runner trains in BF16", key="bf16", remedy='"bf16": {"enabled": true}')
-    monitors = configuration.deepspeed.monitor_config
-    for key, package in _MONITOR_PACKAGES.items():
-        if getattr(monitors, key).enabled and find_spec(package) is None:
-            raise UserError(f"{key} is not installed", key=f"{key}.enabled", remedy=f"pip install {package}, or false")
-    for key in ("tensorboard", "csv_monitor"):
-        monitor = getattr(monitors, key)
-        if monitor.enabled:
-            check_writable(Path(monitor.output_path, monitor.job_name), f"{key}.output_path")

@@ -13,7 +13,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,23 +160,26 @@ def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
         )
 
 
-def load_stored_model(source: ModelSource, config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+def load_stored_model(
+    source: ModelSource, config: PretrainedConfig, options: dict[str, Any], hashed: bool = False
+) -> PreTrainedModel:
     """Load a stored model in BF16 to the CPU. Weights in BF16 are mapped from their files, not copied.
 
-    `options` are further arguments of from_pretrained.
+    `options` are further arguments of from_pretrained; `hashed`: another rank has called check_sums.
     """
     with ExitStack() as opened:
-        return load_quantized(source, config, options, opened)[0]
+        return load_quantized(source, config, options, opened, hashed)[0]
 
 
 def load_quantized(
-    source: ModelSource, config: PretrainedConfig, options: dict[str, Any], opened: ExitStack
+    source: ModelSource, config: PretrainedConfig, options: dict[str, Any], opened: ExitStack, hashed: bool = False
 ) -> tuple[PreTrainedModel, dict[str, StoredWeight]]:
     """Return the same with its FP8 weights as they are stored, by name, while `opened` holds their files open."""
     options = {"dtype": torch.bfloat16, "output_loading_info": True, **options}
     try:
         files = weight_files(source)
-        _check_sums(source, files)
+        if not hashed:
+            check_sums(source)
         tensors = stored_tensors(files, quantization_of(source), source.key, opened)
         if tensors is None:
             if not files and os.path.isdir(source.path):
@@ -217,10 +220,12 @@ def weight_files(source: ModelSource) -> list[Path]:
     return [Path(hf_hub_download(source.path, name, revision=source.revision)) for name in names]
 
 
-def _check_sums(source: ModelSource, files: Sequence[Path]) -> None:
-    """Refuse weights that are not as an export wrote them."""
-    sums = read_checksums(Path(source.path)) if files else {}
-    changed = [file.name for file in files if file.name in sums and sha256_of(file) != sums[file.name]]
+def check_sums(source: ModelSource) -> None:
+    """Refuse weights that are not as an export wrote them; nothing is read of a folder without checksums."""
+    folder = Path(source.path)
+    sums = read_checksums(folder) if os.path.isdir(folder) else {}
+    files = [folder / name for name in sums if name.endswith(".safetensors") and (folder / name).is_file()]
+    changed = [file.name for file in files if sha256_of(file) != sums[file.name]]
     if changed:
         raise UserError(
             f"{changed[0]} in {source.path} has another content than {CHECKSUMS} says",

@@ -84,19 +84,43 @@ def test_loss_falls_on_the_assistants_words_and_their_end(template, with_templat
     assert _spans(tokenizer, labels) == ["Now add. 4 + 3 = 7.<|im_end|>", "5.<|im_end|>"]
 
 
-def test_template_without_special_tokens(with_template):
-    tokenizer = with_template(WITHOUT_MARKERS)
-    _, labels = tokenize_chat(tokenizer, CHAT)
-    # " Now" and " 5" are one token each, begun by the prompt's last space.
-    assert _spans(tokenizer, labels) == [" Now add. 4 + 3 = 7.\n", " 5.\n"]
+FIRST = [{"role": "assistant", "content": "5."}, *CHAT[1:3]]
+WEIGHTED = [*CHAT[:2], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
+SPANS = [  # template, conversation, what carries loss
+    (
+        WITHOUT_MARKERS,
+        CHAT,
+        [" Now add. 4 + 3 = 7.\n", " 5.\n"],
+    ),  # " Now" is one token, begun by the prompt's last space
+    (None, FIRST, ["5.<|im_end|>", "Now add. 4 + 3 = 7.<|im_end|>"]),
+    *((template, CHAT[:2], []) for template in (None, PLAIN_CHATML)),
+    *((template, WEIGHTED, ["5.<|im_end|>"]) for template in (None, PLAIN_CHATML)),
+]
 
 
-def test_conversation_that_begins_with_the_assistant(with_template):
-    chat = [{"role": "assistant", "content": "5."}, *CHAT[1:3]]
-    _, labels = tokenize_chat(with_template(None), chat)
-    assert _spans(with_template(None), labels)[0] == "5.<|im_end|>"
-    with pytest.raises(UserError, match="begins with an assistant turn"):
-        tokenize_chat(with_template(PLAIN_CHATML), chat)
+@pytest.mark.parametrize(("template", "chat", "spans"), SPANS)
+def test_what_carries_loss(template, chat, spans, with_template):
+    tokenizer = with_template(template)
+    assert _spans(tokenizer, tokenize_chat(tokenizer, chat)[1]) == spans
+
+
+# As R1's, which opens thoughts that turns do not have
+OPENS = PLAIN_CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "words"),
+    [
+        (PLAIN_CHATML, FIRST, "begins with an assistant turn"),
+        (FORGETFUL, CHAT, "turn 3 when the conversation goes on"),
+        (OPENS, CHAT, r"turn 3 that its own prompt begins, which ends in '.*<think>"),
+    ],
+)
+def test_templates_that_do_not_show_what_carries_loss_are_refused(template, chat, words, with_template):
+    with pytest.raises(UserError, match=words) as error:
+        tokenize_chat(with_template(template), chat)
+    assert error.value.key == "data.tokenizer"
+    assert "generation" in error.value.remedy
 
 
 def test_both_methods_agree_on_the_corpus(with_template):
@@ -105,19 +129,6 @@ def test_both_methods_agree_on_the_corpus(with_template):
     assert marked == tokenize_chats(with_template(PLAIN_CHATML), chats)
     assert [chat[:2] for chat in marked] == [tokenize_chat(with_template(None), chat) for chat in chats]
     assert all(chat.ends for chat in marked)
-
-
-def test_no_assistant_turn_no_loss(with_template):
-    for template in (None, PLAIN_CHATML):
-        _, labels = tokenize_chat(with_template(template), CHAT[:2])
-        assert set(labels) == {IGNORED}
-
-
-def test_template_that_rewrites_earlier_turns_is_refused(with_template):
-    with pytest.raises(UserError, match="turn 3") as error:
-        tokenize_chat(with_template(FORGETFUL), CHAT)
-    assert error.value.key == "data.tokenizer"
-    assert "generation" in error.value.remedy
 
 
 def test_prompt_for_generation_is_a_prefix_of_the_conversation(tokenizer):
@@ -201,13 +212,6 @@ def test_loss_ends_where_what_closes_the_turn_ends(close, thoughts, special, mon
         said = close.rstrip() if close.strip() else close
         expected = [turn for turn in (answer + said, THOUGHT + said) if turn]
         assert _spans(tokenizer, tokenize_chat(tokenizer, chat)[1]) == expected
-
-
-def test_turns_of_weight_0_carry_no_loss(with_template):
-    chat = [*CHAT[:2], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
-    for template in (None, PLAIN_CHATML):
-        _, labels = tokenize_chat(with_template(template), chat)
-        assert _spans(with_template(template), labels) == ["5.<|im_end|>"]
 
 
 @pytest.mark.parametrize(("mark", "ends"), [("{{ m['content'] + '<|im_end|>' }}", True), ("{{ m['content'] }}", False)])
@@ -365,13 +369,6 @@ def test_a_templates_own_error_comes_before_what_it_leaves_out(with_template):
         tokenize_chat(with_template("{% for %}"), chat)
 
 
-def test_a_prompt_that_is_not_how_a_turn_begins_is_named(with_template):
-    """As R1's, which opens thoughts that turns do not have."""
-    opens = PLAIN_CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
-    with pytest.raises(UserError, match=r"turn 3 that its own prompt begins, which ends in '.*<think>"):
-        tokenize_chat(with_template(opens), CHAT)
-
-
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -406,13 +403,6 @@ def test_arguments_that_are_no_json_are_the_text_that_they_are(with_template):
         call = {**CHAT[2], "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
         ids, _ = tokenize_chat(with_template(MARKED), [CHAT[1], call])
         assert text in with_template(MARKED).decode(ids)
-
-
-def test_calls_that_a_template_leaves_out_are_not_dropped(with_template):
-    chat = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    with pytest.raises(UserError, match="leaves out") as caught:
-        tokenize_chat(with_template(PLAIN_CHATML), chat)
-    assert caught.value.key == "data.chat_template"
 
 
 @pytest.fixture(scope="module")

@@ -193,10 +193,7 @@ def test_extract_answer(text, answer):
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"sources": []}, "data.sources"),
-        ({"path": "x", "sources": [{"path": "y"}]}, "data.sources"),
         ({"sources": [{"path": "y", "weight": 0}]}, "data.sources.0.weight"),
-        ({"validation_fraction": 0.5, "test_fraction": 0.5}, "data.validation_fraction"),
         ({"overlong": "keep"}, "data.overlong"),
         ({"answer_pattern": "("}, "data.answer_pattern"),
         ({"answer_pattern": "no group"}, "data.answer_pattern"),

@@ -30,7 +30,7 @@ def content(store: TokenStore) -> list[list[int]]:
     return [store[index].tolist() for index in range(len(store))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(batches=st.lists(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9), min_size=1), min_size=1))
 def test_what_is_written_is_read(batches, tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")

@@ -20,6 +20,7 @@ from ds_fp8.train.checkpoints import Manifest, checksum, save_file
 from ds_fp8.train.run_folder import write_atomically
 from ds_fp8.train.saving import random_states
 from ds_fp8.train.stage import Stage
+from ds_fp8.zero.deepspeed.checkpoints import load_tensors
 
 Change = Callable[[Path], None]
 
@@ -109,6 +110,26 @@ OF_A_FILE: dict[str, Change] = {
 }
 
 
+class Crafted:
+    """Makes the folder `trace` when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._trace),)
+
+
+def craft(file: Path, trace: Path) -> None:
+    """Add code to a file of a checkpoint, and let the manifest say that it belongs there."""
+    state = load_tensors(file)
+    saved = save_file({**state, "extra": Crafted(trace)}, file.with_suffix(".new"), 0)
+    file.with_suffix(".new").rename(file)
+    manifest = Manifest.read(file.parent)
+    manifest.files[file.name] = saved
+    manifest.write(file.parent)
+
+
 def _of_step_6(name: str, change: Change) -> Change:
     return lambda run_dir: change(step(run_dir, 6) / name)
 
@@ -187,6 +208,10 @@ def _renamed(name: str) -> Change:
 
 DAMAGES: dict[str, Change] = {
     **{f"{file}: {how}": _of_step_6(FILES[file], change) for file in FILES for how, change in OF_A_FILE.items()},
+    **{
+        f"{file}: with code": lambda run_dir, file=file: craft(step(run_dir, 6) / FILES[file], run_dir.parent / "trace")
+        for file in ("model", "optimizer", "random")
+    },
     "optimizer shards of two ranks swapped": _swapped("*optim_states.pt"),
     "model shards of two ranks swapped": _swapped("*model_states.pt"),
     "optimizer shards of an older step": _of_step_4("*optim_states.pt"),

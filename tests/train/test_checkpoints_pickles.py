@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,56 +14,17 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_tokenizer
 from ds_fp8.export.checkpoints import export_checkpoint
 from ds_fp8.train import load_stage, resume, train
-from ds_fp8.train.checkpoints import Manifest, save_file
 from ds_fp8.train.model import build_model, load_model_config
-from ds_fp8.zero.deepspeed.checkpoints import load_tensors
-from tests.train.damage import save_two, step
-from tests.train.test_checkpoints_damage import settle
+from tests.train.damage import Crafted, craft, step
 
 STEPS = ["train.steps=2", "train.save_every=2", "train.eval_batches=1"]
 ON_ONE_RANK = "gradient_accumulation_steps=2"  # The batch of two ranks on one
-
-
-class Crafted:
-    """Makes the folder `trace` when it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self._trace = trace
-
-    def __reduce__(self):
-        return os.mkdir, (str(self._trace),)
-
-
-def craft(file: Path, trace: Path) -> None:
-    """Add code to a file of a checkpoint, and let the manifest say that it belongs there."""
-    state = load_tensors(file)
-    saved = save_file({**state, "extra": Crafted(trace)}, file.with_suffix(".new"), 0)
-    file.with_suffix(".new").rename(file)
-    manifest = Manifest.read(file.parent)
-    manifest.files[file.name] = saved
-    manifest.write(file.parent)
 
 
 def test_the_crafted_file_would_run_code(tmp_path):
     torch.save({"extra": Crafted(tmp_path / "trace")}, tmp_path / "file.pt")
     torch.load(tmp_path / "file.pt", weights_only=False)
     assert (tmp_path / "trace").is_dir()
-
-
-@pytest.mark.parametrize("kind", ["*rank_1*model_states.pt", "*rank_0*optim_states.pt", "random_rank_00001.pt"])
-@pytest.mark.parametrize("own", [True, False])
-def test_a_checkpoint_with_code_is_refused(kind, own, tiny, write, ranks, tmp_path, monkeypatch):
-    """In the run's own folder, and in that of another run which `train.resume` names."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    tiny["train"]["run_dir"] = str(tmp_path / "run")
-    file = write(tiny)
-    run_dir = save_two(load_stage(file), 2)
-    craft(next(step(run_dir, 6).glob(kind)), tmp_path / "trace")
-    overrides = [] if own else [f"train.run_dir={tmp_path}/branch", f"train.resume={run_dir}"]
-    went_on_from, lines = ranks(2, settle, str(file), overrides)[0]
-    assert went_on_from is None
-    assert "more than tensors and plain values: it names posix.mkdir" in lines[0]
-    assert not (tmp_path / "trace").exists()
 
 
 def run(file: str, cache: str, overrides: list[str], checked: bool = True) -> str:

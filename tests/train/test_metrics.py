@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from ds_fp8.train.metrics import LEAST_HISTORY, MetricsLog, SpikeDetector, read_metrics, summarise
+from ds_fp8.train.metrics import MetricsLog, read_metrics, summarise
+from ds_fp8.train.spikes import LEAST_HISTORY, SpikeDetector
+
+
+def opened(file, records=(), writes=True) -> MetricsLog:
+    log = MetricsLog(file, list(records), writes)
+    log.open()
+    return log
 
 
 def training(step: int, loss: float) -> dict:
@@ -31,10 +38,10 @@ def test_reading_stops_at_the_resumed_step_and_skips_a_line_cut_off(tmp_path):
 
 def test_a_resumed_log_holds_each_step_once(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    first = MetricsLog(file, [], writes=True)
+    first = opened(file)
     for step in (1, 2, 3, 4):
         first.append(training(step, 1.0))
-    again = MetricsLog(file, read_metrics(file, 2), writes=True)
+    again = opened(file, read_metrics(file, 2))
     again.append(training(3, 0.5))
     assert [(record["step"], record["loss"]) for record in read_metrics(file, 9)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
 
@@ -42,12 +49,12 @@ def test_a_resumed_log_holds_each_step_once(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_null_in_the_file(value, tmp_path):
     file = tmp_path / "metrics.jsonl"
-    MetricsLog(file, [], writes=True).append({"step": 1, "loss": value})
+    opened(file).append({"step": 1, "loss": value})
     assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"step": 1, "loss": None}
 
 
 def test_the_summary_is_of_the_whole_run(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", [], writes=True)
+    log = opened(tmp_path / "metrics.jsonl")
     log.append({"step": 0, "validation_loss": 6.0})
     log.append({"step": 0, "exact_match": 0.0, "problems": 5})
     for step in range(1, 21):
@@ -66,7 +73,7 @@ def test_the_summary_is_of_the_whole_run(tmp_path):
 
 
 def test_ranks_that_write_nothing_keep_no_records_of_steps(tmp_path):
-    logs = [MetricsLog(tmp_path / "metrics.jsonl", [training(1, 1.0)], writes) for writes in (True, False)]
+    logs = [opened(tmp_path / "metrics.jsonl", [training(1, 1.0)], writes) for writes in (True, False)]
     for log in logs:
         log.append(training(2, 1.0))
         log.append({"step": 2, "validation_loss": 2.0})
@@ -113,7 +120,7 @@ def test_spikes_are_what_is_far_above_the_last_losses(history, losses, least):
 def test_what_is_not_finite_is_left_to_the_skipped_step(loss):
     detector = SpikeDetector(100, 10.0, noisy(60))
     assert detector.observe(loss) is None
-    assert loss not in detector.losses()
+    assert loss not in detector.losses
 
 
 def test_it_goes_on_from_the_losses_it_remembers():
@@ -121,7 +128,7 @@ def test_it_goes_on_from_the_losses_it_remembers():
     losses = noisy(80)
     for loss in losses[:50]:
         first.observe(loss)
-    second = SpikeDetector(30, 10.0, first.losses())
+    second = SpikeDetector(30, 10.0, first.losses)
     assert [first.observe(loss) for loss in [*losses[50:], 4.5]] == [
         second.observe(loss) for loss in [*losses[50:], 4.5]
     ]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from ds_fp8.commands.export import main as export
 from ds_fp8.config.errors import UserError
 from ds_fp8.research import munit
 from ds_fp8.train import load_stage, train
-from ds_fp8.train.metrics import read_metrics
 from ds_fp8.train.model import parameters_to_train
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.zero import models
@@ -70,16 +68,10 @@ def munit_stage(tiny):
 
 
 @pytest.mark.slow
-def test_a_stage_is_resumed_saved_loaded_and_not_exported(munit_stage, write, ranks, tmp_path, cache_home, monkeypatch):
+def test_a_stage_is_saved_loaded_and_not_exported(munit_stage, write, ranks, tmp_path, cache_home, monkeypatch):
     file, run_dir = write(munit_stage), tmp_path / "run"
     whole = ranks(2, train_here, file, run_dir, str(cache_home))[0]
     assert whole["final_loss"] < whole["first_validation_loss"]
-    losses = [record["loss"] for record in read_metrics(run_dir / "metrics.jsonl", 10**9) if "loss" in record]
-    (run_dir / "result.json").unlink()
-    shutil.rmtree(run_dir / "checkpoints" / "step_6")
-    again = ranks(2, train_here, file, run_dir, str(cache_home))[0]
-    assert again["final_loss"] == whole["final_loss"]
-    assert [r["loss"] for r in read_metrics(run_dir / "metrics.jsonl", 10**9) if "loss" in r] == losses
     assert json.loads((run_dir / "model" / "config.json").read_text())["model_type"] == "munit_qwen2"
 
     next_stage = munit_stage | {"model": {"path": str(run_dir / "model")}, "train": munit_stage["train"] | {"steps": 3}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from ds_fp8.train.resume import inspect_run
 from ds_fp8.train.stage import learning_rate_factor
 from tests.corpus import CHATS
 from tests.numerics import error
-from tests.train.damage import stopped_at
 
 TRAINING = ("step", "loss", "learning_rate", "gradient_norm", "skipped_steps", "validation_loss", "exact_match")
 
@@ -65,33 +63,37 @@ def train_on_these_ranks(file: Path, run_dir: Path, steps: int, cache: str) -> N
     train(load_stage(file, [f"train.run_dir={run_dir}", f"train.steps={steps}"]))
 
 
-def handlers_around_a_run(file: Path, run_dir: Path, cache: str) -> bool:
+def handlers_around_a_run(file: Path, run_dir: Path, steps: int, cache: str) -> bool:
     """Whether a program has its own handlers of signals back after a run."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
-    train_on_these_ranks(file, run_dir, 3, cache)
+    train_on_these_ranks(file, run_dir, steps, cache)
     kept = all(signal.getsignal(number) is signal.default_int_handler for number in numbers)
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
     return kept
 
 
-def test_a_program_has_its_signals_back_after_a_run(tiny, write, ranks, tmp_path, cache_home):
-    assert ranks(1, handlers_around_a_run, write(tiny), tmp_path / "run", str(cache_home)) == [True]
-
-
-def test_records_lost_before_a_resume_are_said_and_no_figure_is_made_of_the_rest(
-    tiny, write, ranks, tmp_path, cache_home
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_run_made_longer_has_the_rates_of_its_new_length_and_says_what_its_log_lost(
+    tiny, write, ranks, tmp_path, cache_home, enabled
 ):
-    run, file = tmp_path / "run", write(tiny)
-    ranks(1, train_on_these_ranks, file, run, 4, str(cache_home))
-    metrics = run / "metrics.jsonl"
+    """Also the first step after the old end, whose rate the checkpoint has as of the old length."""
+    tiny["fp8"]["enabled"] = enabled
+    tiny["train"] |= {"eval_batches": 1, "schedule": {"type": "cosine", "warmup": 1}}
+    file, run_dir = write(tiny), tmp_path / "run"
+    schedule, metrics = load_stage(file).train.schedule, run_dir / "metrics.jsonl"
+    assert ranks(1, handlers_around_a_run, file, run_dir, 2, str(cache_home)) == [True]
     whole = [record for record in read_metrics(metrics) if "loss" in record]
+    assert whole[1]["learning_rate"] == pytest.approx(1e-3 * learning_rate_factor(1, 2, schedule))
     lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(lines[2:]))  # the first validation and the first step
-    ranks(1, train_on_these_ranks, file, run, 6, str(cache_home))
-    result = json.loads((run / "result.json").read_text())
+    metrics.write_text("".join(lines[2:]))  # without the first validation and the first step
+    ranks(1, train_on_these_ranks, file, run_dir, 5, str(cache_home))
+    rates = {record["step"]: record["learning_rate"] for record in measured(run_dir) if "loss" in record}
+    assert [rates[step] for step in (3, 4, 5)] == [1e-3 * learning_rate_factor(n, 5, schedule) for n in (2, 3, 4)]
     assert [r["records"] for r in read_metrics(metrics) if r.get("event") == "records lost"] == [2]
+    # No figure is made of the rest.
+    result = json.loads((run_dir / "result.json").read_text())
     assert [result[key] for key in ("first_loss", "first_validation_loss", "last_train_loss")] == [None] * 3
     assert result["final_loss"] is not None
     assert result["tokens_per_step"] == whole[0]["tokens"]
@@ -191,18 +193,15 @@ def token_mean_loss(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]])
     return total / count
 
 
-def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ranks, tmp_path, cache_home):
+def test_adapters_are_trained_merged_and_loaded_by_peft(tiny, write, ranks, tmp_path, cache_home):
     stage = load_stage(write(tiny))
     base = build_model(stage, load_model_config(stage, build_tokenizer(stage.data)))
     base.save_pretrained(tmp_path / "base")
     tiny["model"] = {"path": str(tmp_path / "base")}
     lora = {"r": 4, "dropout": 0.1, "targets": ["q_proj", "v_proj", "down_proj", "embed_tokens"]}
-    tiny["train"] |= {"lora": lora, "save_every": 2}
+    tiny["train"] |= {"lora": lora}
     tiny["optimizer"]["params"]["lr"] = 1e-2
-    file, run_dir = write(tiny), tmp_path / "parts"
-    ranks(2, train_on_these_ranks, file, tmp_path / "whole", 4, str(cache_home))
-    stopped_at(2, tmp_path / "whole", run_dir)
-    shutil.rmtree(run_dir / "adapter")
+    file, run_dir = write(tiny), tmp_path / "run"
     ranks(2, train_on_these_ranks, file, run_dir, 4, str(cache_home))
     names = base.state_dict().keys()
     merged = AutoModelForCausalLM.from_pretrained(run_dir / "model").eval()
@@ -216,11 +215,10 @@ def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ran
     assert error(found, expected) < 0.01
     assert error(untrained, expected) > 0.05
     assert merged.state_dict().keys() == names
-    of_runs = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (run_dir, tmp_path / "whole")]
-    adapters = [tensor for name, tensor in of_runs[0].items() if ".lora_" in name]
+    stored = load_file(run_dir / "adapter" / "adapter_model.safetensors")
+    adapters = [tensor for name, tensor in stored.items() if ".lora_" in name]
     assert len(adapters) == 2 * 3 * 2 + 2
     assert not merged.config.tie_word_embeddings  # any more: the head has no part of its embeddings' adapter
-    assert all(torch.equal(of_runs[0][name], of_runs[1][name]) for name in of_runs[1])
     result = json.loads((run_dir / "result.json").read_text())
     assert result["final_loss"] < result["first_validation_loss"]
     with pytest.raises(UserError, match=r"train\.lora\.r = 4, not 8"):
@@ -234,26 +232,6 @@ def test_adapters_are_trained_resumed_merged_and_loaded_by_peft(tiny, write, ran
     refused = "the weights that they were trained beside have changed \\(model.safetensors\\)"
     with pytest.raises(Exception, match=refused):
         ranks(2, train_on_these_ranks, file, run_dir, 6, str(cache_home))
-
-
-def test_a_checkpoint_with_a_base_is_followed_by_such(tiny, write, ranks, tmp_path, cache_home):
-    """A run goes on beside the frozen weights of another, not beside those of the model's folder, resumed or not."""
-    tiny["train"] |= {"lora": {"r": 4}, "save_every": 2}
-    tiny["train_batch_size"] = tiny.pop("gradient_accumulation_steps") * 4
-    ranks(2, train_on_these_ranks, write(tiny), tmp_path / "first", 2, str(cache_home))
-    stage = load_stage(write({**tiny, "train": {**tiny["train"], "seed": 7, "lora": None}}))
-    build_model(stage, load_model_config(stage, build_tokenizer(stage.data))).save_pretrained(tmp_path / "other")
-    tiny["model"] = {"path": str(tmp_path / "other")}
-    tiny["train"]["resume"] = str(tmp_path / "first")
-    file = write(tiny)
-    ranks(2, train_on_these_ranks, file, tmp_path / "whole", 4, str(cache_home))
-    stopped_at(2, tmp_path / "whole", tmp_path / "parts")
-    ranks(2, train_on_these_ranks, file, tmp_path / "parts", 4, str(cache_home))
-    found, expected = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("parts", "whole"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    for run in "parts", "new":
-        with pytest.raises(UserError, match="frozen weights, which cannot be divided over 1 ranks"):
-            inspect_run(load_stage(file, [f"train.run_dir={tmp_path / run}", "train.steps=6"], world=1))
 
 
 def test_adapters_of_no_layer_are_refused(tiny, write):
@@ -305,22 +283,6 @@ def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, w
     assert (result["steps"], result["skipped_steps"], result["ranks"]) == (2, 0, 2)
     logged = {path.name for path in (tmp_path / "csv" / "tiny").iterdir()}
     assert {"Train_loss.csv", "Train_learning_rate.csv", "Train_validation_loss.csv"} <= logged
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_every_step_of_a_run_made_longer_has_the_rate_of_its_new_length(
-    tiny, write, ranks, tmp_path, cache_home, enabled
-):
-    """Also the first one, whose rate the checkpoint has as of the old length."""
-    tiny["fp8"]["enabled"] = enabled
-    tiny["train"] |= {"eval_batches": 1, "schedule": {"type": "cosine", "warmup": 1}}
-    file, run_dir = write(tiny), tmp_path / "run"
-    for steps in (2, 5):
-        ranks(1, train_on_these_ranks, file, run_dir, steps, str(cache_home))
-    schedule = load_stage(file).train.schedule
-    rates = {record["step"]: record["learning_rate"] for record in measured(run_dir) if "loss" in record}
-    assert rates[2] == pytest.approx(1e-3 * learning_rate_factor(1, 2, schedule))
-    assert [rates[step] for step in (3, 4, 5)] == [1e-3 * learning_rate_factor(n, 5, schedule) for n in (2, 3, 4)]
 
 
 @pytest.mark.parametrize(

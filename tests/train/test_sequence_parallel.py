@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer
@@ -16,8 +17,10 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.train import load_stage, train
 from ds_fp8.train.batches import label_tokens, micro_batches
 from ds_fp8.train.metrics import read_metrics
+from ds_fp8.train.model import build_model
 from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS
+from tests.ranks import RankPools
 
 STEPS = 4
 ROUNDING = 2e-3  # Relative: FP8 scales follow the tokens and heads of a rank, and sums are in another order
@@ -51,13 +54,19 @@ def losses(folder):
     return {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl", STEPS) if "loss" in r}
 
 
-@pytest.fixture
-def own_ranks(new_ranks, monkeypatch):
-    """Ranks of the test's own: DeepSpeed's groups of sequence parallelism stay with a process."""
+@pytest.fixture(scope="module")
+def pools():
+    """Ranks of these tests' own: DeepSpeed's groups of sequence parallelism stay with a process."""
+    pools = RankPools()
+    yield pools
+    pools.close()
 
+
+@pytest.fixture
+def own_ranks(pools, monkeypatch):
     def start(world):
         monkeypatch.setenv("WORLD_SIZE", str(world))
-        return functools.partial(new_ranks, world)
+        return functools.partial(pools, world)
 
     return start
 
@@ -139,12 +148,8 @@ def refused(file, world):
         ({"sequence_parallel_size": 0}, 2, "sequence_parallel_size", "at least 1"),
         ({"sequence_parallel_size": "2"}, 2, "sequence_parallel_size", "whole number"),
         ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "2 ranks share a sequence, but there are 3 ranks"),
-        ({"model__attn_implementation": "sdpa"}, 2, "model.attn_implementation", "loses the mask"),
-        ({"data__sequence_length": 63}, 2, "data.sequence_length", "rows of 63 tokens"),
-        ({"zero_optimization__stage": 2, "fp8__enabled": False}, 2, "sequence_parallel_size", "ZeRO stage 3"),
         ({"sequence_parallel_size": 1, "data__tokens_per_gpu": 63}, 1, "data.tokens_per_gpu", "into tokens_per_gpu 63"),
         ({"data__tokens_per_gpu": 31}, 2, "data.tokens_per_gpu", "does not fit into tokens_per_gpu 31 over 2 GPUs"),
-        ({"train__eval_bf16": True}, 2, "train.eval_bf16", "ranks share sequences"),
     ],
     ids=str,
 )
@@ -174,3 +179,41 @@ def test_slices_make_up_the_rows(tiny, write, tmp_path, cache_home, two):
         assert torch.equal(targets[:-1], row["labels"][1:])
         assert left_count + right_count == int((row["labels"][1:] != -100).sum())
         assert torch.equal(left["labels"], left["shift_labels"])
+
+
+# ---------------------------------------------------------------- inputs on the host, MLPs in tiles
+
+
+FUSED = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+LENGTH = 512  # A rank has 256 tokens of a row: two tiles
+
+
+def long_rows(tiny, folder, **changes):
+    tiny["model"]["config"] |= {"max_position_embeddings": LENGTH}
+    raw = stage_of(tiny, folder, 2, data__sequence_length=LENGTH, train__steps=2, train__eval_batches=1)
+    raw["model"]["config"] |= FUSED
+    raw["model"] |= {"activation_checkpointing": changes.get("recomputed", True)}
+    raw["fp8"]["activations"] = {"mlp_tile_tokens": changes.get("tile")}
+    return raw
+
+
+def test_a_stage_with_both_trains_as_one_without(tiny, write, tmp_path, cache_home, new_ranks, monkeypatch):
+    """In new processes: DeepSpeed's attention of shared rows has the heads of the first model of a process for good."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = {}
+    for name, changes in {"plain": {}, "both": {"recomputed": "offload", "tile": 128}}.items():
+        folder = tmp_path / name
+        new_ranks(2, run, str(write(long_rows(tiny, folder, **changes), f"{name}.json")), str(cache_home))
+        found[name] = losses(folder)
+    first = min(found["plain"])
+    assert found["both"][first] == found["plain"][first]  # before the first gradient no bit differs
+    assert list(found["both"].values()) == pytest.approx(list(found["plain"].values()), rel=1e-3)
+
+
+def test_a_model_that_recomputes_by_itself_is_refused(tiny, write, monkeypatch):
+    tiny["model"]["activation_checkpointing"] = "offload"
+    stage = load_stage(write(tiny))
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", lambda function, *args, **options: function(*args))
+    with pytest.raises(UserError, match="recomputes its layers by a function of its own") as error:
+        build_model(stage, AutoConfig.for_model(**stage.model.config, vocab_size=640))
+    assert (error.value.key, error.value.remedy) == ("model.activation_checkpointing", "true")

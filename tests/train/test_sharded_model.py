@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForCausalLM
 
 import ds_fp8
 from ds_fp8.config.errors import UserError
-from ds_fp8.train import load_stage
+from ds_fp8.export.folder import CHECKSUMS, sha256_of
+from ds_fp8.train import load_stage, stored_model
 from ds_fp8.train.model import build_model, build_sharded_model
 from ds_fp8.zero.deepspeed.parameters import full_shape
 from tests.ranks import RankPool
@@ -193,18 +194,40 @@ def test_all_ranks_together_hold_one_model(weights, tiny, write, tmp_path):
     assert 0.9 < peak / model_bytes <= 1.3
 
 
-def _refused(file: Path) -> str:
-    stage = load_stage(file)
-    with pytest.raises(UserError) as caught:
-        build_sharded_model(stage, _config(stage))
+def _refused(file: Path) -> tuple[list[str], str]:
+    """Names of the files that this rank hashed, and why it is refused the model, "" where it is not."""
+    stage, hashed = load_stage(file), []
+    noted = mock.patch.object(stored_model, "sha256_of", lambda path: hashed.append(path.name) or sha256_of(path))
+    why = ""
+    with noted:
+        try:
+            build_sharded_model(stage, _config(stage))
+        except UserError as error:
+            why = str(error)
     dist.barrier()  # nobody is left behind in a collective
-    return str(caught.value)
+    return hashed, why
 
 
 def test_all_ranks_hear_of_weights_that_are_missing(ranks, tiny, write, tmp_path):
     folder = _store(tiny, tmp_path / "model")
     sorted(folder.glob("*.safetensors"))[1].unlink()
-    errors = ranks(2, _refused, write(tiny))
-    assert errors[0] == errors[1]
-    assert "incomplete" in errors[0]
-    assert "model.path" in errors[0]
+    (_, error), other = ranks(2, _refused, write(tiny))
+    assert other == ([], error)
+    assert "incomplete" in error
+    assert "model.path" in error
+
+
+@pytest.mark.parametrize("zero", [3, 2])
+def test_one_rank_hashes_an_export_and_all_hear_of_what_changed(zero, ranks, tiny, write, tmp_path):
+    tiny["zero_optimization"] = {"stage": zero}
+    tiny["fp8"]["enabled"] = False
+    folder = _store(tiny, tmp_path / "model")
+    files = sorted(folder.glob("*.safetensors"))
+    (folder / CHECKSUMS).write_text("".join(f"{sha256_of(file)}  {file.name}\n" for file in files))
+    (hashed, why), other = ranks(2, _refused, write(tiny))
+    assert sorted(hashed) == [file.name for file in files]
+    assert (why, other) == ("", ([], ""))
+    files[1].write_bytes(files[1].read_bytes()[:-1] + b"\1")
+    (_, error), other = ranks(2, _refused, write(tiny))
+    assert other == ([], error)
+    assert f"{files[1].name} in {folder} has another content than {CHECKSUMS} says" in error

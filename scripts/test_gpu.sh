@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')  # as CUDA_VISIBLE_DEVICES has them
 [ "$gpus" -gt 1 ] && export DS_FP8_TEST_GPUS=2
-[ $# -gt 0 ] || set -- tests/gpu
+[ $# -gt 0 ] || set -- tests  # those whose bodies run on the CPU elsewhere, too
 status=0
 run() {
   python3 -m pytest --dist loadgroup "${@:2}" -m "gpu and $1"

@@ -24,12 +24,15 @@ if not torch.cuda.is_available():
     count_with_tensors()
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items):
-    missing = pytest.mark.skip(reason="needs a Hopper GPU")
-    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)):
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(missing)
+    """Skip tests of GPUs where there is none; beside one, all tests of a module whose DEVICE it is are such."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    for item in items:
+        if on_gpu and getattr(item.module, "DEVICE", None) == "cuda":
+            item.add_marker(pytest.mark.gpu)
+        elif not on_gpu and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
 
 
 @pytest.fixture

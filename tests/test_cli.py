@@ -1,7 +1,8 @@
-"""The `ds-fp8` command: from the repository, and from a wheel in an empty folder."""
+"""The `ds-fp8` command and its arguments: from the repository, and from a wheel in an empty folder."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_fp8
 from ds_fp8.cli import COMMANDS, main
-from ds_fp8.commands.arguments import config_file, shipped_configs
+from ds_fp8.commands.arguments import amount, config_file, count, shipped_configs
 from ds_fp8.commands.train import _end, _served_layout
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import load_tokenizer
@@ -332,3 +333,38 @@ def test_a_reader_that_closes_its_pipe_sees_no_traceback():
     done = subprocess.run(f"{program} | head -1", shell=True, capture_output=True, text=True, check=False)
     assert done.stdout.count("\n") == 1
     assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- arguments of the commands
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "x", "nan", "9" * 30, "9" * 5000, "1e3"])
+def test_a_count_is_a_whole_number_from_1(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        count(text)
+    assert count("12") == 12
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "", "x", "nan", "inf", "-inf", "1e999"])
+def test_an_amount_is_finite_and_above_0(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        amount(text)
+    assert amount("0.5") == 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["estimate", "--deepspeed_config", "x.json", "--memory", "nan"],
+        ["sweep", "--deepspeed_config", "x.json", "--sweep", "y.json", "--timeout", "inf"],
+        ["parity", "x.json", "--steps", "0"],
+        ["evaluate", "model", "x.json", "--problems", "-1"],
+    ],
+)
+def test_commands_refuse_them(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert arguments[-2] in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

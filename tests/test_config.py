@@ -1,4 +1,4 @@
-"""The "fp8" section: presets, mistakes, and contradictions with DeepSpeed's own sections."""
+"""The "fp8" section, and the one view of a DeepSpeed configuration."""
 
 import copy
 import json
@@ -11,6 +11,8 @@ from ds_fp8.config.files import apply_override
 from ds_fp8.config.fp8 import FP8Config, parse_fp8
 from ds_fp8.config.linear import LinearConfig
 from ds_fp8.config.presets import AXES, PRESETS, merge
+from ds_fp8.engine.initialize import _for_deepspeed
+from ds_fp8.engine.optimizer import uses_own_optimizer
 from ds_fp8.engine.preflight import check
 
 GOOD = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
@@ -277,50 +279,6 @@ def test_gathered_bytes_are_those_multiplied():
     assert parse({**weight, "param_gather": {"format": "bf16"}}).param_gather.format == "bf16"
 
 
-CONTRADICTIONS = [
-    ({"bf16": {"enabled": False}}, "bf16.enabled", '"enabled": true'),
-    ({"bf16": None}, "bf16.enabled", '"enabled": true'),
-    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "remove"),
-    ({"compile": {"deepcompile": True}}, "compile.deepcompile", '"deepcompile": false'),
-    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", "remove"),
-    ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled", "remove"),
-    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage", '"stage": 3'),
-    ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage", '"stage": 3'),
-    *(
-        ({"zero_optimization": {"stage": 3, key: value}}, f"zero_optimization.{named}", remedy)
-        for key, value, named, remedy in [
-            ("zero_hpz_partition_size", 2, "zero_hpz_partition_size", "remove"),
-            ("zero_hpz_partition_size", "2", "zero_hpz_partition_size", "remove"),
-            ("zero_quantized_weights", True, "zero_quantized_weights", "false"),
-            ("zero_quantized_nontrainable_weights", True, "zero_quantized_nontrainable_weights", "false"),
-            ("zero_quantized_gradients", True, "zero_quantized_gradients", "false"),
-            ("mics_shard_size", 4, "mics_shard_size", "remove"),
-            ("zenflow", {"topk_ratio": 0.1}, "zenflow", "remove"),
-            ("offload_param", {"device": "cpu"}, "offload_param.device", "param_gather"),
-            ("offload_param", {"device": "nvme"}, "offload_param.device", "param_gather"),
-            ("offload_optimizer", {"device": "nvme"}, "offload_optimizer.device", "cpu"),
-            ("reduce_scatter", False, "reduce_scatter", "true"),
-        ]
-    ),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "fp32"),
-    (
-        {"data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 2},
-        "data_types.grad_accum_dtype",
-        '"gradient_accumulation_steps": 1',
-    ),
-    ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype", "fp32"),
-]
-
-
-@pytest.mark.parametrize(("change", "key", "remedy"), CONTRADICTIONS)
-def test_a_contradiction_names_key_file_and_remedy(change, key, remedy):
-    with pytest.raises(UserError) as error:
-        check(Configuration({**GOOD, **change, "fp8": {}}, "ds.json"))
-    assert error.value.key == key
-    assert error.value.file == "ds.json"
-    assert remedy in error.value.remedy
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -372,3 +330,84 @@ def test_one_fp8_wire_is_enough_to_need_stage_3(left):
     with pytest.raises(UserError) as error:
         check(Configuration({**GOOD, "zero_optimization": {"stage": 2}, "fp8": section}))
     assert left in error.value.remedy
+
+
+# ---------------------------------------------------------------- the one view of a DeepSpeed configuration
+
+
+GIVEN = {
+    "fp8": {},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+}
+
+
+def with_zero(**changes):
+    return Configuration({**GIVEN, "zero_optimization": {"stage": 3, **changes}})
+
+
+@pytest.mark.parametrize(
+    ("section", "device"),
+    [
+        ({}, "none"),
+        ({"offload_optimizer": None}, "none"),
+        ({"offload_optimizer": {"device": "none"}}, "none"),
+        ({"offload_optimizer": {"device": "cpu"}}, "cpu"),
+        ({"offload_optimizer": {}}, "none"),
+        ({"cpu_offload": True}, "cpu"),  # DeepSpeed's old name of it
+    ],
+)
+def test_where_the_optimizer_is_kept_is_as_deepspeed_reads_it(section, device):
+    configuration = with_zero(**section)
+    assert configuration.optimizer_device == device
+    assert uses_own_optimizer(configuration) == (device == "none")
+
+
+def test_keys_that_are_absent_have_deepspeeds_defaults():
+    configuration = Configuration({})
+    assert (configuration.stage, configuration.zero.reduce_scatter, configuration.bf16.enabled) == (0, True, False)
+    assert (configuration.optimizer_type, configuration.optimizer_params) == ("", {})
+    assert configuration.parameter_device == "none"
+    assert configuration.given("data", "sequence_length") is None
+    assert not configuration.fp8.enabled
+
+
+def test_zero_optimization_may_be_a_word_of_old():
+    assert Configuration({"zero_optimization": True}).stage == 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("own", [True, False])
+def test_what_deepspeed_is_given_is_what_was_given_and_what_fp8_needs(stage, own):
+    given = {**copy.deepcopy(GIVEN), "zero_optimization": {"stage": stage}, "somebody": {"else": 1}}
+    before = copy.deepcopy(given)
+    handed = _for_deepspeed(Configuration(given), own, {})
+    assert given == before
+    added = {key: handed[key] for key in handed.keys() - given.keys()}
+    assert {key: handed[key] for key in given} == given
+    assert added == (
+        {"timers": {"throughput": {"synchronized": False}}}
+        | ({"data_types": {"grad_accum_dtype": "fp32"}} if stage == 3 else {})
+        | ({"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} if own else {})
+    )
+
+
+def test_what_the_user_has_set_stays():
+    chosen = {"timers": {"throughput": {"synchronized": True}}, "data_types": {"grad_accum_dtype": "bf16"}}
+    handed = _for_deepspeed(Configuration({**GIVEN, **chosen}), False, {})
+    assert {key: handed[key] for key in chosen} == chosen
+
+
+def test_without_fp8_nothing_is_changed():
+    plain = {key: value for key, value in GIVEN.items() if key != "fp8"}
+    assert _for_deepspeed(Configuration(plain), False, {}) == plain
+
+
+def test_deepspeeds_refusal_names_the_file_and_its_key(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**GIVEN, "zero_optimization": {"stage": 3, "mics_shard_size": 4}}))
+    configuration = Configuration.read(file)
+    with pytest.raises(UserError, match="MiCS") as caught:
+        configuration.zero  # noqa: B018
+    assert (caught.value.file, caught.value.key) == (str(file), "zero_optimization.mics_shard_size")

@@ -1,5 +1,6 @@
 """Every stage in ds_configs loads in stock DeepSpeed and here, and those of InfiR2 have the numbers of its recipe."""
 
+import functools
 import json
 import re
 import shutil
@@ -37,8 +38,9 @@ def eight_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
 
 
-def load(family: str, name: str, *overrides: str) -> Stage:
-    return load_stage(FOLDER / family / f"{name}.json", overrides)
+@functools.cache
+def load(family: str, name: str) -> Stage:
+    return load_stage(FOLDER / family / f"{name}.json")
 
 
 def name_of(file: Path) -> str:

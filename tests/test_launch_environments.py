@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -34,19 +36,25 @@ class Rank:
         return self.ranks // self.hosts
 
 
+def texts(**numbers: int) -> dict[str, str]:
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def python(rank: Rank) -> dict[str, str]:
+    """As a program that is started by itself needs them."""
+    numbers = texts(RANK=rank.rank, LOCAL_RANK=rank.local_rank, WORLD_SIZE=rank.ranks, MASTER_PORT=rank.port)
+    return {**numbers, "MASTER_ADDR": "127.0.0.1"}
+
+
 def deepspeed(rank: Rank) -> dict[str, str]:
     """As deepspeed/launcher/launch.py sets them, --launcher mpich and scripts for srun."""
-    numbers = {"RANK": rank.rank, "LOCAL_RANK": rank.local_rank, "WORLD_SIZE": rank.ranks, "MASTER_PORT": rank.port}
-    variables = {name: str(number) for name, number in numbers.items()}
-    return {**variables, "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "0,1"}
+    return {**python(rank), "CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def torchrun(rank: Rank) -> dict[str, str]:
     """As torch/distributed/elastic/agent/server/local_elastic_agent.py sets them; accelerate launch calls it."""
-    agents = {"GROUP_RANK": rank.host, "LOCAL_WORLD_SIZE": rank.per_host, "ROLE_WORLD_SIZE": rank.ranks}
-    restarts = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
-    shown = {name: str(number) for name, number in {**agents, **restarts}.items()}
-    return {name: value for name, value in deepspeed(rank).items() if name != "CUDA_VISIBLE_DEVICES"} | shown
+    agents = texts(GROUP_RANK=rank.host, LOCAL_WORLD_SIZE=rank.per_host, ROLE_WORLD_SIZE=rank.ranks)
+    return python(rank) | agents | texts(TORCHELASTIC_RESTART_COUNT=0, TORCHELASTIC_MAX_RESTARTS=0)
 
 
 def one_gpu(rank: Rank) -> dict[str, str]:
@@ -58,11 +66,6 @@ def mpirun(rank: Rank) -> dict[str, str]:
     """As OpenMPI's mpirun, alone or by deepspeed --launcher openmpi: DeepSpeed asks MPI, as under srun alone."""
     numbers = {"RANK": rank.rank, "SIZE": rank.ranks, "LOCAL_RANK": rank.local_rank, "LOCAL_SIZE": rank.per_host}
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()}
-
-
-def python(rank: Rank) -> dict[str, str]:
-    """As a program that is started by itself needs them."""
-    return {name: value for name, value in deepspeed(rank).items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
 @dataclass(frozen=True)
@@ -144,18 +147,12 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
     loss = engine(x).float().mean()
     engine.backward(loss)
     engine.step()
-    found = {
-        "ranks": report["ranks"],
-        "hosts": report["hosts"],
-        "hierarchy": report["grad_hierarchy"],
-        "transport": shared if isinstance(shared, str) else "copy engines",
-        "rank": dist.get_rank(),
-    }
-    connection.send(found)
+    transport = shared if isinstance(shared, str) else "copy engines"
+    connection.send((dist.get_rank(), report["ranks"], report["hosts"], transport, report["grad_hierarchy"]))
     dist.barrier()
 
 
-def run(launch: Launch) -> list[dict]:
+def run(launch: Launch) -> list[tuple]:
     """Start the ranks, and return what each found."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
@@ -181,9 +178,7 @@ def run(launch: Launch) -> list[dict]:
 def test_ranks_find_hosts_transport_and_levels(name):
     launch = LAUNCHES[name]
     for rank, found in enumerate(run(launch)):
-        assert found["rank"] == rank
-        assert (found["ranks"], found["hosts"]) == (launch.ranks, launch.hosts)
-        assert (found["transport"], found["hierarchy"]) == (launch.transport, launch.hierarchy)
+        assert found == (rank, launch.ranks, launch.hosts, launch.transport, launch.hierarchy)
 
 
 COMMANDS = {
@@ -203,23 +198,30 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "one GPU a rank", pytest.param("accelerate", marks=pytest.mark.slow)])
-def test_the_launchers_set_these_variables(name, tmp_path):
-    """The launchers that are installed, asked: each rank writes its environment down."""
+def asked(name: str, folder: Path) -> None:
+    """Start ranks by a launcher that is installed; each writes its environment down."""
     variables, command = COMMANDS[name]
-    port = free_port()
-    script = tmp_path / "rank"
-    script.write_text(f'#!/bin/sh\nenv > "{tmp_path}/$RANK.env"\n')
+    port, script = free_port(), folder / "rank"
+    script.write_text(f'#!/bin/sh\nenv > "{folder}/$RANK.env"\n')
     script.chmod(0o755)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     words = [sys.executable, *command.replace("PORT", str(port)).split(), str(script)]
-    done = subprocess.run(words, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(words, env=clean, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-3000:]
     for number in range(2):
-        found = dict(
-            line.split("=", 1) for line in (tmp_path / f"{number}.env").read_text().splitlines() if "=" in line
-        )
+        lines = (folder / f"{number}.env").read_text().splitlines()
+        found = dict(line.split("=", 1) for line in lines if "=" in line)
         expected = variables(Rank(number, number, 0, 2, 1, port))
         # The GPUs that are visible, where a host has some, and the name that a launcher gives this host.
         for key in expected.keys() - {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR"}:
-            assert found.get(key) == expected[key], key
+            assert found.get(key) == expected[key], (name, key)
+
+
+@pytest.mark.parametrize(
+    "names", [("deepspeed", "one GPU a rank"), pytest.param(("accelerate",), marks=pytest.mark.slow)]
+)
+def test_the_launchers_set_these_variables(names, tmp_path_factory):
+    """Side by side: what takes their time is imports."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        for done in [pool.submit(asked, name, tmp_path_factory.mktemp("launched")) for name in names]:
+            done.result()

@@ -27,15 +27,15 @@ SECTIONS = [
     {"loss": {"head": "fp8", "mode": "off"}},
     {"preset": "rowwise", "linear": {"outlier_channels": 64}},
     {**CODED, "param_gather": {"format": "bf16"}},
-    {"linear": {"weight": MX}},
+    *({"linear": {"weight": weight}} for weight in (MX, {"format": "int8"}, {"rounding": "stochastic"})),
     {"param_gather": {"format": "e5m2"}},
     {"linear": {"input": {"scale": "static"}}},
     {"linear": {"input": {"scale": "static", "granularity": "tensor", "format": "int8"}}},
-    {"linear": {"input": {"scale": "mse", "rounding": "stochastic"}}},
+    *({"linear": {cast: {"scale": "mse", "rounding": "stochastic"}}} for cast in ("input", "grad_output")),
     {"linear": {"input": {"scale": "fitted", "format": "e2m1"}}},
     {"linear": {"input": {"static_exponent": 3}}},
     {"linear": {"input": {"rounding": "stochastic"}, "outlier_channels": 64}},
-    {"linear": {"recast": {"scale": "fp32"}}},
+    *({"linear": {"recast": recast}} for recast in ({"scale": "fp32"}, {"rounding": "nearest"})),
     {"linear": {"recast": {"of": "fprop"}}},
     {"linear": {"recast": {"of": "fprop"}, "weight": MX, "input": {"rounding": "stochastic"}}},
     {"linear": {"recast": {"of": "fprop"}, "weight": MX, "rotation": {"wgrad": "in_features"}}},
@@ -50,32 +50,49 @@ def zero(stage=3, **section):
     return {"zero_optimization": {"stage": stage, **section}}
 
 
+IN_FP32, STATE = {"grad_accum_dtype": "fp32"}, {"optimizer": {"exp_avg": "e4m3", "exp_avg_sq": "e4m3"}}
+HALVED = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+ZERO = "zero_optimization"
+# Configurations, and by key what the remedy says
 CONFIGURATIONS = [
-    {"bfloat16": {"enabled": True}},
-    {**zero(0), "fp8": IN_BF16, "data_types": {"grad_accum_dtype": "fp32"}},
-    {**zero(1), "fp8": IN_BF16, "data_types": {"grad_accum_dtype": "fp32"}},
-    {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
-    {"bf16": {"enabled": False}},
-    zero(zenflow={"topk_ratio": 0.1}),
-    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-    {**zero(2, offload_optimizer=NVME), "fp8": "coat"},
-    {**zero(offload_optimizer={"device": "cpu", "ratio": 0.5, "super_offload": True}), "fp8": "coat"},
-    {**zero(2), "fp8": {**CODED, **IN_BF16, "enabled": True}},
-    {**zero(2, offload_optimizer={"device": "cpu"}), "fp8": CODED},
-    {"optimizer": {"params": {"lr": 1e-4}}},
-    {"optimizer": {"type": "MuAdam", "params": {}}, "zero_allow_untested_optimizer": True},
-    {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
-    {"torch_autocast": {"enabled": True}},
-    {"compile": {"deepcompile": True}},
-    {"tensor_parallel": {"autotp_size": 2}},
-    {"expert_parallel": {"enabled": True}},
-    zero(zero_hpz_partition_size=2),
-    zero(zero_quantized_weights=True, zero_quantized_nontrainable_weights=True, zero_quantized_gradients=True),
-    zero(offload_param={"device": "cpu"}),
-    zero(offload_optimizer=NVME),
-    zero(reduce_scatter=False),
-    {"data_types": {"grad_accum_dtype": "bf16"}},
-    {"data_types": {"grad_accum_dtype": "fp16"}},
+    ({"bfloat16": {"enabled": True}}, {}),
+    ({**zero(0), "fp8": IN_BF16, "data_types": IN_FP32}, {"data_types.grad_accum_dtype": ""}),
+    ({**zero(1), "fp8": IN_BF16, "data_types": IN_FP32}, {"data_types.grad_accum_dtype": '"stage": 2'}),
+    ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, {}),
+    ({"bf16": {"enabled": False}}, {"bf16.enabled": '"enabled": true'}),
+    ({"bf16": None}, {"bf16.enabled": '"enabled": true'}),
+    (zero(zenflow={"topk_ratio": 0.1}), {f"{ZERO}.zenflow": "remove"}),
+    ({"bf16": HALVED}, {}),
+    ({"bf16": {"enabled": True, "bf16_optimizer_states": True}, "fp8": STATE}, {"bf16.bf16_optimizer_states": ""}),
+    ({**zero(2, offload_optimizer=NVME), "fp8": "coat"}, {}),
+    ({**zero(offload_optimizer=NVME), "fp8": STATE}, {f"{ZERO}.offload_optimizer.device": ""}),
+    (
+        {**zero(offload_optimizer={"device": "cpu", "ratio": 0.5, "super_offload": True}), "fp8": "coat"},
+        {f"{ZERO}.offload_optimizer.{key}": "" for key in ("ratio", "super_offload")},
+    ),
+    ({**zero(2), "fp8": {**CODED, **IN_BF16, "enabled": True}}, {}),
+    ({**zero(2, offload_optimizer={"device": "cpu"}), "fp8": CODED}, {}),
+    *((zero(stage), {f"{ZERO}.stage": '"stage": 3'}) for stage in (0, 2)),
+    ({"optimizer": {"params": {"lr": 1e-4}}}, {}),
+    ({"optimizer": {"type": "MuAdam", "params": {}}, "zero_allow_untested_optimizer": True}, {}),
+    ({"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}, {}),
+    ({"torch_autocast": {"enabled": True}}, {"torch_autocast.enabled": "remove"}),
+    ({"compile": {"deepcompile": True}}, {"compile.deepcompile": '"deepcompile": false'}),
+    ({"tensor_parallel": {"autotp_size": 2}}, {"tensor_parallel.autotp_size": "remove"}),
+    ({"expert_parallel": {"enabled": True}}, {"expert_parallel.enabled": "remove"}),
+    *((zero(zero_hpz_partition_size=size), {f"{ZERO}.zero_hpz_partition_size": "remove"}) for size in (2, "2")),
+    (zero(**dict.fromkeys(QUANTIZED, True)), {f"{ZERO}.{key}": "false" for key in QUANTIZED}),
+    *((zero(**{key: True}), {f"{ZERO}.{key}": "false"}) for key in QUANTIZED),
+    (zero(mics_shard_size=4), {f"{ZERO}.mics_shard_size": "remove"}),
+    *((zero(offload_param={"device": d}), {f"{ZERO}.offload_param.device": "param_gather"}) for d in ("cpu", "nvme")),
+    (zero(offload_optimizer=NVME), {f"{ZERO}.offload_optimizer.device": "cpu"}),
+    (zero(reduce_scatter=False), {f"{ZERO}.reduce_scatter": "true"}),
+    *(({"data_types": {"grad_accum_dtype": d}}, {"data_types.grad_accum_dtype": "fp32"}) for d in ("bf16", "fp16")),
+    (
+        {"data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 2},
+        {"data_types.grad_accum_dtype": '"gradient_accumulation_steps": 1'},
+    ),
 ]
 
 
@@ -145,16 +162,24 @@ def of_table(errors: list[UserError], rows: list[Row]) -> None:
 
 
 def test_every_row_is_hit_by_an_example():
-    examples = [*({"fp8": section} for section in SECTIONS), *CONFIGURATIONS]
+    examples = [*({"fp8": section} for section in SECTIONS), *(example for example, _ in CONFIGURATIONS)]
     errors = [error for example in examples for error in found_in(example)]
-    assert all(error.file == "ds.json" for error in errors)
-    of_table(errors, [row for row in TABLE if row.of not in OF_STAGES])
+    assert all(error.file == "ds.json" and error.remedy for error in errors)
+    ours = [error for error in errors if not error.problem.startswith("DeepSpeed refuses")]
+    of_table(ours, [row for row in TABLE if row.of not in OF_STAGES])
 
 
 def test_every_row_of_a_stage_is_hit_by_an_example(monkeypatch):
     monkeypatch.setattr("ds_fp8.config.refusals.find_spec", lambda package: None)
     errors = [error for changes in STAGES for error in found_in_stage(changes)]
     of_table(errors, [row for row in TABLE if row.of in OF_STAGES])
+
+
+@pytest.mark.parametrize(("example", "remedies"), CONFIGURATIONS, ids=lambda value: str(value)[:70])
+def test_an_example_is_refused_with_its_key_and_remedy(example, remedies):
+    found = {error.key: error for error in found_in(example)}
+    for key, words in remedies.items():
+        assert words in found[key].remedy
 
 
 def test_pairs_of_the_optimizers_own_arguments_are_rows_too():

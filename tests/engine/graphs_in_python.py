@@ -239,6 +239,31 @@ def engine_of(attention: str = "sdpa", fp8=None, model=None):
     return engine, said
 
 
+class Run:
+    """An engine of a small Qwen2 or of `model`, with graphs or without, destroyed behind the context.
+
+    said, log: what it says, and what its graphs do. happened: what they did in each step, as one text.
+    """
+
+    def __init__(self, attention: str = "sdpa", graphs: bool = True, auto: bool = False, fp8=None, model=None):
+        self.engine, self.said = engine_of(attention, fp8, model)
+        self.log = log_of(self.engine, graphs, auto)
+        self.graphs, self.found, self.happened, self._seen = self.engine.fp8.graphs, [], [], 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.destroy()
+
+    def step(self, loss):
+        """Loss and gradient norm of a step, which `found` keeps."""
+        self.found.append(take_step(self.engine, loss))
+        self.happened.append(", ".join(self.log[self._seen :]))
+        self._seen = len(self.log)
+        return self.found[-1]
+
+
 @contextlib.contextmanager
 def in_every_engine():
     """Give all engines that are made inside these graphs, whoever makes them; yields (graphs, what is said) of each."""

@@ -10,9 +10,10 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.report.runs import RunRecord
-from tests.engine.graphs_in_python import engine_of, log_of, model_of, take_step
+from tests.engine.graphs_in_python import Run, model_of, take_step
 from tests.engine.test_graph_decisions import REPLAYED, forward
 from tests.layers.hugging_face import causal_lm
+from tests.on_ranks import on_ranks
 from tests.report.runs import finished_run
 from tests.zero import models
 
@@ -25,73 +26,53 @@ IN_BF16 = {
 STEPS = 8
 
 
-def deepspeeds(_):
-    """Losses and gradient norms of DeepSpeed's BF16 training."""
+def losses_of(engine):
+    """Losses and gradient norms."""
+    return [take_step(engine, forward(engine, step=10 * step + engine.global_rank)) for step in range(STEPS)]
+
+
+@on_ranks(2)
+def test_its_losses_are_those_of_deepspeeds_bf16():
     model = model_of()
     section = models.config() | {"train_micro_batch_size_per_gpu": 1}
-    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=section)[0]
-    return trained(engine)
-
-
-def trained(engine):
-    rank = engine.global_rank
-    return [take_step(engine, forward(engine, step=10 * step + rank)) for step in range(STEPS)]
-
-
-def ours(graphs):
-    """The same through this package, what its graphs did, and what the engine says of itself."""
-    engine, _ = engine_of(fp8=IN_BF16)
-    log = log_of(engine, graphs)
-    found = trained(engine)
-    report, log, own_step = engine.fp8.report, list(log), engine.fp8.step is not None
-    engine.destroy()
-    return found, log, own_step, report
-
-
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_its_losses_are_those_of_deepspeeds_bf16(ranks, graphs):
-    theirs = ranks(2, deepspeeds, None)
-    for (found, log, own_step, report), expected in zip(ranks(2, ours, graphs), theirs, strict=True):
-        assert own_step
-        assert report["graphs"] == "off: there is no CUDA device"  # the only reason
-        assert (report["fp8_linears"], report["monitor"]["every"]) == (0, 0)
-        assert any("no linear layer is in FP8" in note for note in report["notes"])
-        assert (REPLAYED in log) == graphs
-        for (loss, norm), (their_loss, their_norm) in zip(found, expected, strict=True):
+    theirs = losses_of(deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=section)[0])
+    for graphs in (False, True):
+        with Run(fp8=IN_BF16, graphs=graphs) as run:
+            found, report = losses_of(run.engine), run.engine.fp8.report
+            assert run.engine.fp8.step is not None
+            assert report["graphs"] == "off: there is no CUDA device"  # the only reason
+            assert (report["fp8_linears"], report["monitor"]["every"]) == (0, 0)
+            assert any("no linear layer is in FP8" in note for note in report["notes"])
+            assert (REPLAYED in run.log) == graphs
+        for (loss, norm), (their_loss, their_norm) in zip(found, theirs, strict=True):
             assert loss == pytest.approx(their_loss, rel=2e-3)  # the loss is summed in another order
             assert norm == pytest.approx(their_norm, rel=1e-2)
         assert found[-1][0] != found[0][0]
 
 
 def states(engine):
-    """Return the FP32 masters and moments of every parameter, and the number of steps taken."""
+    """The FP32 masters and moments of every parameter."""
     parameters = dict(engine.module.named_parameters())
     found = {name: get_master(p) for name, p in parameters.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
         found |= {f"{name} {moment}": get_state(p, moment) for name, p in parameters.items()}
-    return {name: tensor.clone() for name, tensor in found.items()}, engine.global_steps
+    return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def last_steps(folder):
-    """Go on in BF16 from a checkpoint of `precise`; return the states saved and loaded, and the losses of both runs."""
-    engine, _ = engine_of(fp8={"preset": "precise"})
-    before = [take_step(engine, forward(engine, step=0))[0] for _ in range(3)]
-    engine.save_checkpoint(folder)
-    saved = states(engine)
-    engine.destroy()
-    engine, _ = engine_of(fp8={"preset": "precise", **IN_BF16})
-    engine.load_checkpoint(folder)
-    loaded = states(engine)
-    after = [take_step(engine, forward(engine, step=0))[0] for _ in range(2)]
-    return saved, loaded, before, after
-
-
-def test_the_last_steps_of_a_run_may_be_in_bf16(ranks, tmp_path):
-    for (saved, steps), (loaded, steps_loaded), before, after in ranks(2, last_steps, str(tmp_path)):
-        assert steps == steps_loaded == 3
-        assert saved.keys() == loaded.keys()
-        assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-        assert before[0] > before[-1] > after[0] > after[-1]
+@on_ranks(2)
+def test_the_last_steps_of_a_run_may_be_in_bf16(tmp_path):
+    with Run(fp8={"preset": "precise"}, graphs=False) as run:
+        before = [run.step(forward(run.engine))[0] for _ in range(3)]
+        run.engine.save_checkpoint(tmp_path)
+        saved = states(run.engine)
+    with Run(fp8={"preset": "precise", **IN_BF16}, graphs=False) as run:
+        run.engine.load_checkpoint(tmp_path)
+        assert run.engine.global_steps == 3
+        loaded = states(run.engine)
+        after = [run.step(forward(run.engine))[0] for _ in range(2)]
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert before[0] > before[-1] > after[0] > after[-1]
 
 
 def test_without_an_override_a_model_with_no_linear_in_fp8_is_an_error():

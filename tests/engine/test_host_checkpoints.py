@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ds_fp8.engine import model as checkpointing_section
 from ds_fp8.graphs.conditions import why_not_recomputed
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, _Input, keep_on_host, recomputed_by
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.on_ranks import on_ranks
 from tests.zero import models
 from tests.zero.test_training import QUIET
 
@@ -28,14 +30,15 @@ def recomputed(architecture="llama", reentrant=False, **changes):
     return model
 
 
+def loss_of(model, number=0):
+    ids = tokens(2, 16).roll(number, 1)
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
 def gradients(model, *numbers, backward=lambda losses: sum(losses).backward()):
     """Gradients of one or more forwards."""
     model.zero_grad()
-    losses = []
-    for number in numbers or (0,):
-        ids = tokens(2, 16).roll(number, 1)
-        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
-    backward(losses)
+    backward([loss_of(model, number) for number in numbers or (0,)])
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -78,8 +81,7 @@ def test_at_most_two_inputs_are_on_the_device(on_host):
         layer.register_forward_pre_hook(note)
     if on_host:
         keep_on_host(model)
-    ids = tokens()
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss = loss_of(model)
     assert len(inputs) == LAYERS
     assert (alive(), most) == ((1, 2) if on_host else (LAYERS, LAYERS))
     most = 0
@@ -100,8 +102,7 @@ def test_the_input_of_the_layer_before_is_fetched_while_a_layer_is_recomputed():
         fetch(kept)
 
     on_host._fetch = noted
-    ids = tokens()
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss = loss_of(model)
     for layer in model.model.layers:
         layer.register_forward_pre_hook(recompute)
     loss.backward()
@@ -129,18 +130,17 @@ def test_a_forward_without_backward_leaves_nothing_behind():
     model.zero_grad()  # `expected` stays as it is
     keep_on_host(model)
     before = inputs_kept()
-    ids = tokens()
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss = loss_of(model)
     assert inputs_kept() == before + LAYERS
     loss.backward()
     assert inputs_kept() == before  # although the loss is still held
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss = loss_of(model)
     del loss
     assert inputs_kept() == before
     assert_same(gradients(model), expected)
     assert inputs_kept() == before
     with torch.no_grad():
-        model(input_ids=ids, use_cache=False)
+        model(input_ids=tokens(), use_cache=False)
     assert inputs_kept() == before
 
 
@@ -182,38 +182,39 @@ def test_only_what_torch_recomputes_is_moved():
 # ---------------------------------------------------------------- DeepSpeed's section
 
 
-def section(model, caplog, given, fp8=True):
-    raw = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": given, **({"fp8": {}} if fp8 else {})}
-    with caplog.at_level(logging.WARNING, "ds_fp8"):
-        checkpointing_section.apply_checkpointing_section(Configuration(raw), model)
-    return " ".join(caplog.messages)
-
-
-def test_the_key_of_deepspeed_keeps_inputs_on_the_host(caplog):
-    model = recomputed()
-    assert section(model, caplog, {"cpu_checkpointing": True, "profile": False}) == ""
-    assert isinstance(recomputed_by(model.model.layers[0]), HostCheckpoints)
-    assert section(model, caplog, {"cpu_checkpointing": True}) == ""  # a second engine of the same model
-
-
-@pytest.mark.parametrize("given", [{}, {"cpu_checkpointing": False}])
-def test_without_it_they_stay(caplog, given):
-    model = recomputed()
-    assert section(model, caplog, given) == ""
-    assert recomputed_by(model.model.layers[0]) is checkpoint
-    assert section(model, caplog, {"cpu_checkpointing": True}, fp8=False) == ""
-    assert recomputed_by(model.model.layers[0]) is checkpoint
-
-
-def test_a_key_without_effect_is_named(caplog):
-    said = section(causal_lm("llama"), caplog, {"cpu_checkpointing": True})
-    assert "activation_checkpointing.cpu_checkpointing has no effect" in said
-    assert "no layer is recomputed" in said
-    said = section(recomputed(), caplog, {"partition_activations": True, "number_checkpoints": 4})
-    assert "activation_checkpointing.partition_activations, activation_checkpointing.number_checkpoints has no" in said
+def by_a_function_that_keeps_inputs_itself():
     model = causal_lm("llama")
-    model.gradient_checkpointing_enable(offload=True)  # by a function that keeps inputs itself
-    assert "cpu_checkpointing has no effect" in section(model, caplog, {"cpu_checkpointing": True})
+    model.gradient_checkpointing_enable(offload=True)
+    return model
+
+
+ASKED, OTHERS = {"cpu_checkpointing": True}, {"partition_activations": True, "number_checkpoints": 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "fp8", "kept", "without_effect"),
+    [
+        (recomputed, {**ASKED, "profile": False}, True, True, []),
+        (recomputed, {}, True, False, []),
+        (recomputed, {"cpu_checkpointing": False}, True, False, []),
+        (recomputed, ASKED, False, False, []),
+        (lambda: causal_lm("llama"), ASKED, True, False, ASKED),
+        (by_a_function_that_keeps_inputs_itself, ASKED, True, False, ASKED),
+        (recomputed, OTHERS, True, False, OTHERS),
+    ],
+)
+def test_the_key_of_deepspeed_keeps_inputs_on_the_host(caplog, make, given, fp8, kept, without_effect):
+    raw = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": given, **({"fp8": {}} if fp8 else {})}
+    model = make()
+    for _ in range(1 + kept):  # a second engine of the same model
+        with caplog.at_level(logging.WARNING, "ds_fp8"):
+            checkpointing_section.apply_checkpointing_section(Configuration(raw), model)
+    keys = ", ".join(f"activation_checkpointing.{key}" for key in without_effect)
+    said = f"warning: {keys} has no effect: .*no layer is recomputed" if keys else ""
+    assert re.match(said, " ".join(caplog.messages)) if said else not caplog.messages
+    if make is recomputed:
+        found = recomputed_by(model.model.layers[0])
+        assert isinstance(found, HostCheckpoints) if kept else found is checkpoint
 
 
 # ---------------------------------------------------------------- real ranks
@@ -230,24 +231,16 @@ def train(architecture, recompute, on_host, section):
     for step in range(4):
         ids = models.batch(step, dist.get_rank())
         losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss))
-    kept = isinstance(recomputed_by(engine.module.model.layers[0]), HostCheckpoints)
-    return losses, models.bf16_weights(engine), kept
+    assert isinstance(recomputed_by(engine.module.model.layers[0]), HostCheckpoints) == on_host
+    return losses, models.bf16_weights(engine)
 
 
-@pytest.mark.parametrize(
-    ("recompute", "section"),
-    [
-        ("not reentrant", {}),
-        ("reentrant", {}),
-        ("not reentrant", {"fuse": "off"}),
-        ("not reentrant", {"enabled": False}),
-    ],
-)
-def test_engines_train_the_same_bits(ranks, baseline, recompute, section):
-    ours = ranks(2, train, "qwen3", recompute, True, section)
-    plain = baseline(2, train, "qwen3", None, False, section)
-    for (losses, weights, kept), (expected, trained, _) in zip(ours, plain, strict=True):
-        assert kept
-        assert losses == expected
+@pytest.mark.parametrize("section", [{}, {"fuse": "off"}, {"enabled": False}], ids=str)
+@on_ranks(2)
+def test_engines_train_the_same_bits(section):
+    expected, trained = train("qwen3", None, False, section)
+    for recompute in ["not reentrant", "reentrant"][: 2 - bool(section)]:
+        losses, weights = train("qwen3", recompute, True, section)
+        assert losses == expected, recompute
         for name, weight in trained.items():
             assert torch.equal(weights[name], weight), name

@@ -24,25 +24,20 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import use_fp8_attention
 from ds_fp8.train import packed_attention
 from ds_fp8.zero.collectives import first_reason
+from tests.on_ranks import on_ranks
 from tests.zero import models
 
 
-def reported(graph):
-    engine = models.build(models.config({"monitor": {"every": 0}, "graph": graph}))
-    return engine.fp8.report["graphs"], engine.fp8.graphs
-
-
 @pytest.mark.parametrize(("graph", "why"), [("off", 'off: "graph" is "off"'), ("auto", "off: there is no CUDA device")])
-def test_the_report_says_why_there_are_none(ranks, graph, why):
-    assert ranks(2, reported, graph) == [(why, None)] * 2
+@on_ranks(2)
+def test_the_report_says_why_there_are_none(graph, why):
+    engine = models.build(models.config({"monitor": {"every": 0}, "graph": graph}))
+    assert (engine.fp8.report["graphs"], engine.fp8.graphs) == (why, None)
 
 
-def of_one_rank(_):
-    return first_reason("here" if dist.get_rank() == 1 else None)
-
-
-def test_a_reason_of_one_rank_holds_for_all(ranks):
-    assert ranks(2, of_one_rank, None) == ["here"] * 2
+@on_ranks(2)
+def test_a_reason_of_one_rank_holds_for_all():
+    assert first_reason("here" if dist.get_rank() == 1 else None) == "here"
 
 
 def captures(fp8=None, why_no_step=None, device="cuda", module=None, **answers):
@@ -50,12 +45,8 @@ def captures(fp8=None, why_no_step=None, device="cuda", module=None, **answers):
     section = parse_fp8({"fp8": {"preset": "hybrid_fast", "graph": "auto", **(fp8 or {})}})
     if module is None:
         module = nn.Linear(2, 2)
-    methods = {
-        "wall_clock_breakdown": False,
-        "flops_profiler_enabled": False,
-        "zero_optimization_stage": 3,
-        "zero_overlap_comm": True,
-    }
+    methods = dict.fromkeys(("wall_clock_breakdown", "flops_profiler_enabled"), False)
+    methods |= {"zero_optimization_stage": 3, "zero_overlap_comm": True}
     engine = SimpleNamespace(
         module=module,
         device=torch.device(device),
@@ -148,11 +139,8 @@ def test_what_rows_hold(batch, held, why):
 def test_packed_rows_are_captured_with_packed_attention_alone(attention):
     model, tokens = small_model(attention), torch.zeros(2, 6)
     assert rows_in_a_graph(model, {"input_ids": tokens, "position_ids": ROWS}) == (0, None)
-    padded = (
-        None
-        if attention in ("sdpa", "eager")
-        else "rows are padded, so that attention's work differs from batch to batch"
-    )
+    varies = "rows are padded, so that attention's work differs from batch to batch"
+    padded = varies if attention == "fp8_packed" else None
     assert rows_in_a_graph(model, {"input_ids": tokens, "attention_mask": PADDED}) == (0, padded)
     held, why = rows_in_a_graph(model, {"input_ids": tokens, "position_ids": PACKED_ROWS})
     assert held == 0
@@ -236,8 +224,9 @@ def new_group():
     return group
 
 
-def ended(_):
-    """Who is called before which process groups end, and whether torch's method is back behind the last of them."""
+@on_ranks(2)
+def test_process_groups_that_end_are_told_of_while_there_are_graphs():
+    """And torch's method is back behind the last of them."""
     shutdown = vars(torch.distributed.ProcessGroup)["shutdown"]
     groups = [new_group() for _ in range(4)]
     names = [group.group_name for group in groups]
@@ -250,30 +239,20 @@ def ended(_):
         destroy_process_group(group)
         if one is not None:
             process_groups_may_end(one)
-    restored = vars(torch.distributed.ProcessGroup)["shutdown"] is shutdown
-    return [[name for name, there in x if there] for x in (seen, first.groups, last.groups)], names, restored
+    called = [[name for name, there in x if there] for x in (seen, first.groups, last.groups)]
+    assert called == [[], names[:2], names[:3]]
+    assert vars(torch.distributed.ProcessGroup)["shutdown"] is shutdown
 
 
-def test_process_groups_that_end_are_told_of_while_there_are_graphs(ranks):
-    for called, names, restored in ranks(2, ended, None):
-        assert called == [[], names[:2], names[:3]]
-        assert restored
-
-
-def used(_):
-    """Whether the groups that run a collective are found, and no other."""
+@on_ranks(2)
+def test_process_groups_of_a_capture_are_found():
     ours, others = new_group(), new_group()
     names = set()
     with process_groups_used(names):
         torch.distributed.all_reduce(torch.ones(1), group=ours)
-    found = names == {ours.group_name}
+    assert names == {ours.group_name}
     for group in (ours, others):
         destroy_process_group(group)
-    return found
-
-
-def test_process_groups_of_a_capture_are_found(ranks):
-    assert ranks(2, used, None) == [True] * 2
 
 
 def test_outputs_with_a_gradient_are_found():

@@ -12,7 +12,6 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.optimizer import choose_optimizer, make_adamw, needs_own_optimizer, uses_own_optimizer
-from ds_fp8.engine.preflight import check
 from ds_fp8.optim import AdamW, StatePrecision
 from ds_fp8.train import load_stage
 from tests.train.tiny_stage import TINY
@@ -106,16 +105,10 @@ def test_presets_keep_state_in_the_formats_of_their_sources(preset, precision):
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "adamw"])
 def test_the_params_are_those_of_deepspeeds_section(name):
-    params = {
-        "lr": 2e-5,
-        "betas": [0.8, 0.9],
-        "eps": 1e-6,
-        "weight_decay": 0.3,
-        "torch_adam": True,
-        "adam_w_mode": True,
-    }
+    ours = {"lr": 2e-5, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
+    params = {**ours, "torch_adam": True, "adam_w_mode": True}
     group = adamw({"optimizer": COAT}, {"type": name, "params": params}).param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-5, (0.8, 0.9), 1e-6, 0.3)
+    assert {key: group[key] for key in ours} == {**ours, "betas": (0.8, 0.9)}
 
 
 @pytest.mark.parametrize(("torch_adam", "decay"), [(False, 0.0), (True, 0.01)])
@@ -156,22 +149,6 @@ def test_an_optimizer_section_that_does_not_fit_is_explained(optimizer, key):
         adamw({"optimizer": COAT}, optimizer)
     assert (caught.value.key, caught.value.file) == (key, "stage.json")
     assert caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"super_offload": True}}}, "super_offload"),
-        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
-    ],
-)
-def test_what_handles_fp32_state_itself_is_refused(sections, key):
-    config = raw({"optimizer": COAT}, **sections)
-    with pytest.raises(UserError) as caught:
-        check(Configuration(config))
-    assert caught.value.key.endswith(key)
 
 
 def test_a_stage_is_checked_before_anything_starts(tmp_path):

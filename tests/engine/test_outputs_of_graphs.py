@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from ds_fp8.graphs.replay import watched
-from tests.engine.graphs_in_python import Graphs, engine_of, log_of, model_of, take_step
+from tests.engine.graphs_in_python import Run, engine_of, model_of
+from tests.on_ranks import on_ranks
 
 peft = pytest.importorskip("peft")
 
@@ -100,24 +101,25 @@ def reference_first(engine, step):
     return preference(engine, step, True)
 
 
-def trained(loss_of, model, graphs, steps):
-    """Figures of each step, what became of them, what was said."""
-    engine, said = engine_of(model=model and model())
-    log = log_of(engine, graphs, auto=True)
-    found = [take_step(engine, loss_of(engine, step)) for step in range(steps)]
-    outcome = graphs and (engine.fp8.graphs.off, engine.fp8.graphs.captured)
-    engine.destroy()
-    return found, list(log), said, outcome
+def trained(loss_of, model, steps):
+    """Runs with graphs and without, that with them first."""
+    runs = []
+    for graphs in (True, False):
+        with Run(graphs=graphs, auto=True, model=model and model()) as run:
+            for step in range(steps):
+                run.step(loss_of(run.engine, step))
+            run.outcome = graphs and (run.graphs.off, run.graphs.captured)
+        runs.append(run)
+    return runs
 
 
-def check(ranks, world, loss_of, model, steps):
-    launched, captured = (ranks(world, trained, loss_of, model, graphs, steps) for graphs in (False, True))
-    for theirs, ours in zip(launched, captured, strict=True):
-        assert ours[0] == theirs[0]
-        assert ours[3] == (None, 1), ours[2]
-        assert ours[1].count("replayed for 0") >= 3
-        assert ours[1].count("checked") >= 2
-    return captured[0]
+def check(loss_of, model, steps):
+    ours, theirs = trained(loss_of, model, steps)
+    assert ours.found == theirs.found
+    assert ours.outcome == (None, 1), ours.said
+    assert ours.log.count("replayed for 0") >= 3
+    assert ours.log.count("checked") >= 2
+    return ours.log
 
 
 @pytest.mark.parametrize(
@@ -127,18 +129,19 @@ def check(ranks, world, loss_of, model, steps):
         *((of_nobody, None), (of_nobody, reentrant), (in_place, None)),
     ],
 )
-def test_every_bit_is_that_of_python(ranks, loss_of, model):
-    check(ranks, 1, loss_of, model, 9)
+@on_ranks(1)
+def test_every_bit_is_that_of_python(loss_of, model):
+    check(loss_of, model, 8)
 
 
 @pytest.mark.parametrize(("loss_of", "world"), [(preference, 2), (reference_first, 1)])
-def test_a_step_of_dpo_with_adapters(ranks, loss_of, world):
-    _, log, _, _ = check(ranks, world, loss_of, lora, 12)
-    assert log[:8] == ["eager"] * 6 + ["captured for 0", "in the order of a dry run"]
+@on_ranks()
+def test_a_step_of_dpo_with_adapters(loss_of, world):
+    assert check(loss_of, lora, 12)[:8] == ["eager"] * 6 + ["captured for 0", "in the order of a dry run"]
 
 
-def caches(_):
-    """Whether a model returns a cache, by how it is called."""
+@on_ranks(1)
+def test_a_cache_is_made_in_training_where_it_is_asked_for():
     engine, _ = engine_of()
     tokens, model = batch(0)["input_ids"], engine.module
     given = model(input_ids=tokens, use_cache=True).past_key_values
@@ -151,22 +154,17 @@ def caches(_):
     engine, _ = engine_of(model=model_of(num_kv_shared_layers=1))  # which read what they share from it
     found["layers share it"] = engine(input_ids=tokens)
     engine.destroy()
-    return {name: output.past_key_values is not None for name, output in found.items()}
+    assert {name for name, output in found.items() if output.past_key_values is None} == {"nothing said", "by position"}
 
 
-def test_a_cache_is_made_in_training_where_it_is_asked_for(ranks):
-    made = {"nothing said": False, "by position": False, "said": True, "given": True}
-    assert ranks(1, caches, None)[0] == made | dict.fromkeys(("evaluation", "destroyed", "layers share it"), True)
-
-
-def test_a_prefix_that_peft_gives_as_a_cache_is_trained_without_graphs(ranks):
-    plain, ours = (ranks(1, trained, of_nobody, prefix, graphs, 5)[0] for graphs in (False, True))
-    assert ours[0] == plain[0]
-    assert ours[1].count("eager") == 5
-    assert ours[2] == [
-        'without CUDA graphs: ValueError: the model returns a DynamicCache: pass "use_cache": False, if it is a cache'
-    ]
-    assert ours[3] == (None, 0)
+@on_ranks(1)
+def test_a_prefix_that_peft_gives_as_a_cache_is_trained_without_graphs():
+    ours, plain = trained(of_nobody, prefix, 5)
+    assert ours.found == plain.found
+    assert ours.log.count("eager") == 5
+    asks = 'the model returns a DynamicCache: pass "use_cache": False, if it is a cache'
+    assert ours.said == [f"without CUDA graphs: ValueError: {asks}"]
+    assert ours.outcome == (None, 0)
 
 
 def test_a_forward_waits_for_no_backward_once_it_has_had_one():
@@ -190,81 +188,50 @@ def test_a_forward_waits_for_no_backward_once_it_has_had_one():
     assert forward() is None
 
 
-def metrics_beside(graphs):
+@on_ranks(2)
+def test_what_cannot_be_captured_of_one_shape_leaves_the_others_their_graphs():
     """Beside each training step a forward of another shape, whose outputs nobody differentiates."""
-    engine, said = engine_of()
-    found, outcome = [], None
-    if graphs:
-        graphs = engine.fp8.graphs = Graphs(engine, auto=True)
-    for step in range(11):
-        found.append(engine(**batch(step, 1), labels=batch(step, 1)["input_ids"]).loss.item())
-        found += take_step(engine, fused(engine, step))
-    if graphs:
-        outcome = graphs.off, graphs.captured, list(graphs.log), said
-    engine.destroy()
-    return found, outcome
+    runs = []
+    for graphs in (False, True):
+        with Run(graphs=graphs, auto=True) as run:
+            for step in range(11):
+                run.found.append(run.engine(**batch(step, 1), labels=batch(step, 1)["input_ids"]).loss.item())
+                run.step(fused(run.engine, step))
+            outcome = graphs and (run.graphs.off, run.graphs.captured)
+        runs.append(run)
+    assert runs[1].found == runs[0].found
+    assert outcome == (None, 1)
+    assert run.log.count("replayed for 0") >= 2
+    assert run.said.count("without CUDA graphs: ValueError: no output of the model has received a gradient") == 1
 
 
-def test_what_cannot_be_captured_of_one_shape_leaves_the_others_their_graphs(ranks):
-    plain, ours = (ranks(2, metrics_beside, graphs) for graphs in (False, True))
-    for (launched, _), (found, (off, captured, log, said)) in zip(plain, ours, strict=True):
-        assert found == launched
-        assert (off, captured) == (None, 1)
-        assert log.count("replayed for 0") >= 2
-        assert said.count("without CUDA graphs: ValueError: no output of the model has received a gradient") == 1
-
-
-def asked_for_later(_):
+@on_ranks(1)
+def test_a_gradient_that_no_capture_had_is_an_error():
     """The caller uses the logits for its loss only after the capture."""
-    engine, _ = engine_of()
-    engine.fp8.graphs = Graphs(engine, auto=True)
-    found = None
-    for step in range(6):
-        tokens = batch(step)
-        output = engine(**tokens, labels=tokens["input_ids"], skip_logits=False)
-        loss = output.loss if step < 5 else output.loss + output.logits.float().mean()
-        try:
-            engine.backward(loss)
-        except RuntimeError as error:
-            found = str(error)
-            break
-        engine.step()
-    engine.destroy()
-    return found
+    with Run(auto=True) as run:
+        for step in range(5):
+            run.step(unfused(run.engine, step))
+        tokens = batch(5)
+        output = run.engine(**tokens, labels=tokens["input_ids"], skip_logits=False)
+        words = r'has a gradient, and had none when its CUDA graph was captured(.|\n)*"graph": "off"'
+        with pytest.raises(RuntimeError, match=words):
+            run.engine.backward(output.loss + output.logits.float().mean())
 
 
-def test_a_gradient_that_no_capture_had_is_an_error(ranks):
-    found = ranks(1, asked_for_later, None)[0]
-    assert "has a gradient, and had none when its CUDA graph was captured" in found
-    assert '"graph": "off"' in found
-
-
-def with_a_group_that_ends(_):
+@on_ranks(2)
+def test_a_pending_backward_outlives_another_process_group():
     """A group that graphs do not use ends between a replayed forward and its backward."""
-    engine, _ = engine_of()
-    graphs = engine.fp8.graphs = Graphs(engine, auto=True)
-    found = []
-    for step in range(4):
-        group = torch.distributed.new_group()
-        torch.distributed.barrier(group)
-        loss = fused(engine, step)
-        pending = any(graph.pending for graph in graphs._graphs)
-        torch.distributed.destroy_process_group(group)
-        found.append((pending, graphs.captured, take_step(engine, loss)[0]))
-    graphs.process_group_ends(torch.distributed.group.WORLD)
-    left = graphs.captured
-    engine.destroy()
-    return found, left
-
-
-def test_a_pending_backward_outlives_another_process_group(ranks):
-    plain = ranks(2, trained, fused, None, False, 4)
-    for (found, left), theirs in zip(ranks(2, with_a_group_that_ends, None), plain, strict=True):
-        assert left == 0
-        assert [(pending, captured) for pending, captured, _ in found] == [
-            (False, 0),
-            (False, 0),
-            (True, 1),
-            (True, 1),
-        ]
-        assert [loss for *_, loss in found] == [loss for loss, _ in theirs[0]]
+    with Run(graphs=False) as plain, Run(auto=True) as run:
+        graphs, seen = run.graphs, []
+        for step in range(4):
+            group = torch.distributed.new_group()
+            torch.distributed.barrier(group)
+            loss = fused(run.engine, step)
+            seen.append((any(graph.pending for graph in graphs._graphs), graphs.captured))
+            torch.distributed.destroy_process_group(group)
+            run.step(loss)
+            plain.step(fused(plain.engine, step))
+        graphs.process_group_ends(torch.distributed.group.WORLD)
+        assert graphs.captured == 0
+        assert seen == [(False, 0), (False, 0), (True, 1), (True, 1)]
+        assert run.found == plain.found

@@ -1,6 +1,7 @@
 """Checks before a model is converted: all mistakes at once, with file, keys and remedies."""
 
 import copy
+import functools
 import importlib.util
 import os
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine import preflight
 from ds_fp8.engine.preflight import check, check_compiles, check_launch, check_parallelism, check_trains
+from tests.on_ranks import on_ranks
 
 GOOD = {
     "train_micro_batch_size_per_gpu": 1,
@@ -24,6 +26,7 @@ GOOD = {
 }
 UNTESTED = {"zero_allow_untested_optimizer": True}
 LINEAR = nn.Linear(4, 4)
+BF16_WIRE = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
 
 
 def zero(**changes):
@@ -55,55 +58,53 @@ def mistakes(raw, **more):
     return {error.key: error for error in caught.value.all}
 
 
-# (change, key of the error)
+# Key of the error, and values of it
+WRONG_VALUES = {
+    "gradient_clipping": [None, "1.0", True, -1],
+    "prescale_gradients": ["yes"],
+    "gradient_predivide_factor": [0, None],
+    "gradient_allreduce_op": ["sum"],
+    "communication_data_type": ["int8", 5],
+    "steps_per_print": [0, "never"],
+    "wall_clock_breakdown": ["yes"],
+    "log_level": ["loud"],
+    "data_types.grad_accum_dtype": ["int8", 3],
+    "data_types": ["fp32"],
+    "checkpoint.tag_validation": [3, "maybe"],
+    "zero_optimization": [3],
+    "zero_optimization.stage": [7],
+    "zero_optimization.stgae": [3],
+    "zero_optimization.reduce_bucket_size": [0, "large"],
+    "zero_optimization.zero_hpz_partition_size": [None],
+    "zero_optimization.mics_shard_size": [-1],
+    "zero_optimization.stage3_prefetch_bucket_size": [-1],
+    "optimizer": [None, {"type": 3}],
+    "optimizer.type": ["AdamX"],
+    "optimizer.params": [None, [1]],
+    "optimizer.params.betas": [[0.9], [0.9, 0.95, 0.99], 0.9, ["a", "b"]],
+    "optimizer.params.lr": [True, None],
+    "optimizer.params.weight_decay": ["no"],
+    "optimizer.params.beta": [0.9],
+    "optimizer.params.max_grad_norm": [1.0],
+}
+
+
+def with_value(key, value):
+    raw = copy.deepcopy(GOOD | (adamw() if "optimizer" in key else {}))
+    *sections, last = key.split(".")
+    functools.reduce(lambda section, name: section.setdefault(name, {}), sections, raw)[last] = value
+    return raw
+
+
+# Change, key of the error, and what the remedy says
 WRONG = [
-    ({"gradient_clipping": None}, "gradient_clipping"),
-    ({"gradient_clipping": "1.0"}, "gradient_clipping"),
-    ({"gradient_clipping": True}, "gradient_clipping"),
-    ({"gradient_clipping": -1}, "gradient_clipping"),
-    ({"prescale_gradients": "yes"}, "prescale_gradients"),
-    ({"gradient_predivide_factor": 0}, "gradient_predivide_factor"),
-    ({"gradient_predivide_factor": None}, "gradient_predivide_factor"),
-    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
-    ({"communication_data_type": "int8"}, "communication_data_type"),
-    ({"communication_data_type": 5}, "communication_data_type"),
-    ({"steps_per_print": 0}, "steps_per_print"),
-    ({"steps_per_print": "never"}, "steps_per_print"),
-    ({"wall_clock_breakdown": "yes"}, "wall_clock_breakdown"),
-    ({"log_level": "loud"}, "log_level"),
-    ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype"),
-    ({"data_types": {"grad_accum_dtype": 3}}, "data_types.grad_accum_dtype"),
-    ({"data_types": "fp32"}, "data_types"),
-    ({"checkpoint": {"tag_validation": 3}}, "checkpoint.tag_validation"),
-    ({"checkpoint": {"tag_validation": "maybe"}}, "checkpoint.tag_validation"),
+    *((with_value(key, value), key) for key, values in WRONG_VALUES.items() for value in values),
     ({"flops_profiler": {"enabled": True, "profile_step": "x"}}, "flops_profiler.profile_step"),
     ({"elasticity": {"enabled": True}}, "elasticity"),
     ({"csv_monitor": {"enabled": True, "output_path": None}}, "csv_monitor.output_path"),
     ({"comms_logger": {"enabled": True, "prof_ops": 3}}, "comms_logger.prof_ops"),
-    ({"zero_optimization": 3}, "zero_optimization"),
-    (zero(stage=7), "zero_optimization.stage"),
-    (zero(stgae=3), "zero_optimization.stgae"),
-    (zero(reduce_bucket_size=0), "zero_optimization.reduce_bucket_size"),
-    (zero(reduce_bucket_size="large"), "zero_optimization.reduce_bucket_size"),
-    (zero(zero_hpz_partition_size=None), "zero_optimization.zero_hpz_partition_size"),
-    (zero(mics_shard_size=-1), "zero_optimization.mics_shard_size"),
-    (zero(stage3_prefetch_bucket_size=-1), "zero_optimization.stage3_prefetch_bucket_size"),
     (zero(offload_optimizer={"device": "disk"}), "zero_optimization.offload_optimizer.device"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16"),
-    ({"optimizer": None}, "optimizer"),
-    ({"optimizer": {"type": 3}}, "optimizer"),
-    (configuration("AdamX", {}), "optimizer.type"),
-    (configuration("AdamW", None), "optimizer.params"),
-    (configuration("AdamW", [1]), "optimizer.params"),
-    (adamw(betas=[0.9]), "optimizer.params.betas"),
-    (adamw(betas=[0.9, 0.95, 0.99]), "optimizer.params.betas"),
-    (adamw(betas=0.9), "optimizer.params.betas"),
-    (adamw(betas=["a", "b"]), "optimizer.params.betas"),
-    (adamw(lr=True), "optimizer.params.lr"),
-    (adamw(lr=None), "optimizer.params.lr"),
-    (adamw(weight_decay="no"), "optimizer.params.weight_decay"),
-    (adamw(beta=0.9), "optimizer.params.beta"),
-    (adamw(max_grad_norm=1.0), "optimizer.params.max_grad_norm"),
     (configuration("SGD", {"lr": 1e-3}), "optimizer.type"),
     (configuration("SGD", {"lr": 1e-3, "torch_adam": True}, **UNTESTED), "optimizer.params.torch_adam"),
     (configuration("SGD", {"betas": [0.9, 0.95]}, **UNTESTED), "optimizer.params.betas"),
@@ -115,39 +116,7 @@ WRONG = [
     (configuration("Lamb", {"lr": 1e-3}), "optimizer.type"),
     (configuration("MuAdamW", {"lr": 1e-3}), "optimizer.type"),
     ({**zero(stage=2), "optimizer": {"type": "AdamW", "params": {"maximize": True}}}, "optimizer.params.maximize"),
-]
-
-
-@pytest.mark.parametrize(("change", "key"), WRONG, ids=lambda value: str(value)[:60])
-def test_a_wrong_value_names_file_key_and_remedy(change, key):
-    assert key in mistakes({**GOOD, **change})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"gradient_clipping": 0},
-        {"gradient_clipping": 1},
-        {"steps_per_print": float("inf")},  # Accelerate's
-        {"steps_per_print": None},
-        {"train_batch_size": 64, "gradient_accumulation_steps": 7},  # judged when the ranks are known
-        {"train_micro_batch_size_per_gpu": "auto"},
-        {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},  # DeepSpeed takes its default
-        {"data_types": {"grad_accum_dtype": "fp32"}},
-        {"data_types": {"grad_accum_dtype": None}},
-        {"fp8": {"preset": "coat"}, "model": {}, "data": {}, "train": {"run_dir": "true"}},
-        {"_comment": "of a person"},
-        {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_what_deepspeed_works_with_is_accepted(change):
-    check(Configuration({**GOOD, **change}))
-
-
-# What programs of one's own get wrong outside of "fp8": (change, key, what the remedy says)
-TYPOS = [
+    # What programs of one's own get wrong outside of "fp8"
     ({"gradient_cliping": 1.0}, "gradient_cliping", '"gradient_clipping"'),
     ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", '"zero_optimization"'),
     ({"train_batchsize": 8}, "train_batchsize", '"train_batch_size"'),
@@ -180,11 +149,45 @@ TYPOS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "key", "remedy"), TYPOS, ids=[key for _, key, _ in TYPOS])
-def test_a_typo_outside_of_the_section_is_an_error(change, key, remedy):
-    found = mistakes({**GOOD, "fp8": {}, **change})
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: str(row[0])[:60])
+def test_a_wrong_value_and_a_typo_name_file_key_and_remedy(row):
+    change, key, *remedy = row
+    found = mistakes({**GOOD, **({"fp8": {}} if remedy else {}), **change})
     assert key in found
-    assert remedy in found[key].remedy
+    assert all(words in found[key].remedy for words in remedy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"gradient_clipping": 0},
+        {"gradient_clipping": 1},
+        {"steps_per_print": float("inf")},  # Accelerate's
+        {"steps_per_print": None},
+        {"train_batch_size": 64, "gradient_accumulation_steps": 7},  # judged when the ranks are known
+        {"train_micro_batch_size_per_gpu": "auto"},
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},  # DeepSpeed takes its default
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"data_types": {"grad_accum_dtype": None}},
+        {"fp8": {"preset": "coat"}, "model": {}, "data": {}, "train": {"run_dir": "true"}},
+        {"_comment": "of a person"},
+        *(
+            {**zero(stage=stage), "fp8": BF16_WIRE, "data_types": {"grad_accum_dtype": dtype}}
+            for stage, dtype in ((2, "fp32"), (1, "bf16"))
+        ),
+        {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
+        scheduler("WarmupDecayLR", total_num_steps=100, warmup_num_steps=10, warmup_max_lr=[1e-3, 1e-4]),
+        scheduler("WarmupCosineLR", total_num_steps="auto", warmup_num_steps="auto"),
+        scheduler("StepLR", step_size=10),
+        scheduler("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-3),
+        {"scheduler": {}},
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_deepspeed_works_with_is_accepted(change):
+    for section in ({}, {"fp8": {}} if "scheduler" in change else {}):
+        check(Configuration({**GOOD, **section, **change}))
 
 
 @pytest.mark.parametrize("key", ["autotuning", "comms_logger", "pipeline", "torch_autocast"])
@@ -217,16 +220,6 @@ def test_all_mistakes_are_told_at_once():
     }
 
 
-def test_stage_1_with_gradients_in_fp32_is_refused():
-    """DeepSpeed's BF16 optimizer writes checkpoints that nothing reads."""
-    wire = {"param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
-    raw = {**GOOD, "fp8": wire, "data_types": {"grad_accum_dtype": "fp32"}}
-    found = mistakes({**raw, "zero_optimization": {"stage": 1}})
-    assert '"stage": 2' in found["data_types.grad_accum_dtype"].remedy
-    check(Configuration({**raw, "zero_optimization": {"stage": 2}}))
-    check(Configuration({**raw, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}}))
-
-
 def test_parameters_to_train_need_an_optimizer():
     with pytest.raises(UserError) as caught:
         check_trains(Configuration(GOOD, "ds.json"), None, [])
@@ -234,17 +227,6 @@ def test_parameters_to_train_need_an_optimizer():
     check_trains(Configuration(GOOD), None, None)  # an engine that evaluates
     check_trains(Configuration(GOOD), object(), [])
     check_trains(Configuration(adamw()), None, [])
-
-
-def test_schedulers_of_deepspeed_and_torch_are_accepted():
-    for right in (
-        scheduler("WarmupDecayLR", total_num_steps=100, warmup_num_steps=10, warmup_max_lr=[1e-3, 1e-4]),
-        scheduler("WarmupCosineLR", total_num_steps="auto", warmup_num_steps="auto"),
-        scheduler("StepLR", step_size=10),
-        scheduler("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-3),
-        {"scheduler": {}},
-    ):
-        check(Configuration({**GOOD, "fp8": {}, **right}))
 
 
 @pytest.mark.parametrize(
@@ -325,39 +307,17 @@ def test_tensors_split_over_ranks_are_refused(name):
     with pytest.raises(UserError, match="tensor parallelism"):
         check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 2}))
     check_parallelism(LINEAR, SimpleNamespace(**{name: lambda: 1}))
-
-
-def test_sequences_split_over_ranks_are_not():
-    """As DeepSpeed-Ulysses' own mpu, which calls the ranks of a sequence model-parallel."""
+    # As DeepSpeed-Ulysses' own mpu, which calls the ranks of a sequence model-parallel.
     groups = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2, get_model_parallel_world_size=lambda: 2)
     check_parallelism(LINEAR, groups)
 
 
-def pipeline_and_experts():
-    refusals = []
-    for model in (
-        PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1),
-        nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2)),
-    ):
-        try:
-            check_parallelism(model, None)
-        except UserError as error:
-            refusals.append(str(error))
-    return refusals
-
-
-def test_pipelines_and_deepspeeds_experts_are_refused(ranks):
-    for pipeline, experts in ranks(2, pipeline_and_experts):
-        assert "pipeline parallelism" in pipeline
-        assert "MoE" in experts
-
-
-class Accelerator:
-    def __init__(self, name):
-        self._name = name
-
-    def device_name(self):
-        return self._name
+@on_ranks(2)
+def test_pipelines_and_deepspeeds_experts_are_refused():
+    pipeline = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1)
+    for model, words in ((pipeline, "pipeline parallelism"), (MoE(4, nn.Linear(4, 4), num_experts=2), "MoE")):
+        with pytest.raises(UserError, match=words):
+            check_parallelism(nn.Sequential(model) if words == "MoE" else model, None)
 
 
 @pytest.fixture
@@ -369,7 +329,8 @@ def started(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(preflight, "get_accelerator", lambda: Accelerator("cuda" if gpus else "cpu"))
+        accelerator = SimpleNamespace(device_name=lambda: "cuda" if gpus else "cpu")
+        monkeypatch.setattr(preflight, "get_accelerator", lambda: accelerator)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: joined)
 
@@ -391,18 +352,14 @@ def test_variables_that_nobody_set_are_named(started):
         check_launch()
 
 
-def test_nothing_is_missing(started):
+def test_what_is_missing_where_ranks_have_met(started):
     started(**ALL)
     check_launch()
-    started(joined=True, LOCAL_RANK="0")
-    check_launch()
-    started(joined=True, OMPI_COMM_WORLD_LOCAL_RANK="0")
-    check_launch()
-
-
-def test_ranks_that_have_met_still_need_their_gpu(started):
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        started(joined=True, **{name: "0"})
+        check_launch()
     started(joined=True)
-    with pytest.raises(UserError, match="has no LOCAL_RANK, which"):
+    with pytest.raises(UserError, match="has no LOCAL_RANK, which"):  # they still need their GPU
         check_launch()
 
 

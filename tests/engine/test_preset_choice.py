@@ -1,7 +1,7 @@
 """The preset that a configuration leaves open follows from the weights of the model, the same on all ranks."""
 
+import contextlib
 import json
-from pathlib import Path
 
 import deepspeed
 import pytest
@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 from transformers import AutoModelForCausalLM, OlmoConfig
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import ds_fp8
 from ds_fp8.config.errors import UserError
@@ -16,6 +17,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import leaves_preset_open, with_preset
 from ds_fp8.engine.model import weights_are_trained
 from tests.layers.hugging_face import causal_lm
+from tests.on_ranks import on_ranks
 from tests.zero import models
 
 OPEN = {"monitor": {"every": 0}}
@@ -57,14 +59,13 @@ def sharded(build):
 
     def build_sharded(folder, config):
         keep = HfDeepSpeedConfig({key: value for key, value in config.items() if key != "fp8"})
+        born = contextlib.nullcontext()
+        if build is not from_pretrained:
+            born = deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16)
         try:
-            if build is from_pretrained:
-                return build(folder, config)
-            with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+            with born:
                 return build(folder, config)
         finally:
-            from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
             unset_hf_deepspeed_config()
             del keep
 
@@ -82,12 +83,13 @@ BUILDS = {
 
 
 def chosen(folder, name, section):
-    config = models.config(section)
+    """The report and the saved preset of an engine."""
+    config = models.config({**OPEN, **section})
     model = BUILDS[name][0](folder, json.loads(json.dumps(config)))
     engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    report, state = engine.fp8.report, engine.fp8.state_dict()
+    state = engine.fp8.state_dict()
     engine.destroy()
-    return report["preset"], report["preset_reason"], state["preset"], report["outlier_channels"]
+    return engine.fp8.report, state["preset"]
 
 
 @pytest.fixture(scope="module")
@@ -97,46 +99,46 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("name", BUILDS)
-def test_it_is_precise_for_trained_weights_alone_on_all_ranks(ranks, folder, name):
-    expected = BUILDS[name][1]
-    for preset, reason, saved, channels in ranks(2, chosen, folder, name, OPEN):
-        assert preset == saved == expected
-        assert ("trained" in reason) == (expected == "precise")
-        assert channels == (128 if expected == "precise" else 0)
+@on_ranks(2)
+def test_it_is_precise_for_trained_weights_alone_on_all_ranks(folder):
+    for name, (_, expected) in BUILDS.items():
+        report, saved = chosen(folder, name, {})
+        assert report["preset"] == saved == expected, name
+        assert ("trained" in report["preset_reason"]) == (expected == "precise"), name
+        assert report["outlier_channels"] == (128 if expected == "precise" else 0), name
 
 
-def test_what_the_section_names_stays(ranks, folder):
-    def preset_of(section):
-        return ranks(1, chosen, folder, "from_pretrained", {**OPEN, **section})[0]
-
-    assert preset_of({"preset": "infir2"})[:2] == ("infir2", None)
-    assert preset_of({"linear": {"input": {"scale": "pow2"}}})[1:] == (None, "infir2", 0)
-    assert preset_of({"linear": {"outlier_channels": 64}})[2:] == ("precise", 64)
-    partial = preset_of({"preset": {"optimizer": "coat"}})
-    assert partial[2] == {"optimizer": "coat", "linear": "precise"}
-    assert partial[1] is not None
-
-
-def notes_on_preset(folder, build, section):
-    config = models.config(section)
-    model = BUILDS[build][0](folder, config)
-    engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    engine.destroy()
-    return [note for note in engine.fp8.report["notes"] if note.startswith("preset")]
+@pytest.mark.parametrize(
+    ("section", "preset", "has_reason", "channels"),
+    [
+        ({"preset": "infir2"}, "infir2", False, 0),
+        ({"linear": {"input": {"scale": "pow2"}}}, "infir2", False, 0),
+        ({"linear": {"outlier_channels": 64}}, "precise", True, 64),
+        ({"preset": {"optimizer": "coat"}}, {"optimizer": "coat", "linear": "precise"}, True, 128),
+    ],
+)
+@on_ranks(1)
+def test_what_the_section_names_stays(folder, section, preset, has_reason, channels):
+    report, saved = chosen(folder, "from_pretrained", section)
+    assert saved == preset
+    assert (report["preset_reason"] is not None) == has_reason
+    assert report["outlier_channels"] == channels
 
 
-def test_a_note_says_where_trained_weights_meet_infir2(ranks, folder):
-    def notes_of(build, section):
-        return ranks(1, notes_on_preset, folder, build, {**OPEN, **section})[0]
-
-    said = ["preset infir2 on trained weights: precise ends closer to BF16 (docs/configuration.md)"]
-    assert notes_of("from_pretrained", {"preset": "infir2"}) == said
-    assert notes_of("from_pretrained", {"preset": "infir2", "optimizer": "coat"}) == said
-    assert notes_of("from_pretrained under zero.Init", {"preset": "infir2"}) == said
-    assert not notes_of("from_config", {"preset": "infir2"})
-    assert not notes_of("from_pretrained", {})
-    assert not notes_of("from_pretrained", {"linear": {"input": {"scale": "fp32"}}})
+@on_ranks(1)
+def test_a_note_says_where_trained_weights_meet_infir2(folder):
+    infir2 = {"preset": "infir2"}
+    for name, section, noted in (
+        ("from_pretrained", infir2, True),
+        ("from_pretrained", {**infir2, "optimizer": "coat"}, True),
+        ("from_pretrained under zero.Init", infir2, True),
+        ("from_config", infir2, False),
+        ("from_pretrained", {}, False),
+        ("from_pretrained", {"linear": {"input": {"scale": "fp32"}}}, False),
+    ):
+        notes = [note for note in chosen(folder, name, section)[0]["notes"] if note.startswith("preset")]
+        said = "preset infir2 on trained weights: precise ends closer to BF16 (docs/configuration.md)"
+        assert notes == [said] * noted, (name, section)
 
 
 @pytest.mark.parametrize(
@@ -191,22 +193,17 @@ def test_convert_decides_as_initialize_does(build, section, channels):
     assert ds_fp8.convert(build(), FP8Config(**OPEN, **section)).recipe.outlier_channels == channels
 
 
-def resumed(folder, checkpoints):
-    """What a random model does with the checkpoint of a trained one: as it is, and with the preset named."""
+@on_ranks(2)
+def test_a_checkpoint_of_another_preset_is_not_continued_silently(folder, tmp_path):
+    """By a random model, from the checkpoint of a trained one; it is with the preset named."""
 
     def engine(model, section):
         return ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=models.config(section))[0]
 
-    first = engine(from_pretrained(folder, None), OPEN)
-    first.save_checkpoint(checkpoints, tag="a")
+    engine(from_pretrained(folder, None), OPEN).save_checkpoint(tmp_path, tag="a")
     with pytest.raises(UserError) as caught:
-        engine(causal_lm("llama"), OPEN).load_checkpoint(checkpoints, tag="a")
-    engine(causal_lm("llama"), {**OPEN, "preset": "precise"}).load_checkpoint(checkpoints, tag="a")
-    engine(from_pretrained(folder, None), OPEN).load_checkpoint(checkpoints, tag="a")
-    return caught.value.key, caught.value.remedy
-
-
-def test_a_checkpoint_of_another_preset_is_not_continued_silently(ranks, folder, tmp_path):
-    for key, remedy in ranks(2, resumed, folder, str(Path(tmp_path))):
-        assert key == "fp8.preset"
-        assert remedy == '"fp8": {"preset": "precise"}'
+        engine(causal_lm("llama"), OPEN).load_checkpoint(tmp_path, tag="a")
+    assert caught.value.key == "fp8.preset"
+    assert caught.value.remedy == '"fp8": {"preset": "precise"}'
+    engine(causal_lm("llama"), {**OPEN, "preset": "precise"}).load_checkpoint(tmp_path, tag="a")
+    engine(from_pretrained(folder, None), OPEN).load_checkpoint(tmp_path, tag="a")

@@ -1,17 +1,29 @@
-"""The start report: what is in FP8 and what is not, as it is printed."""
+"""ds_fp8.initialize for deepspeed.initialize: its arguments, the start report, and fetches ahead of their use."""
 
 import contextlib
 import functools
+import inspect
 import io
 
+import deepspeed
 import pytest
 import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
 import ds_fp8
+from ds_fp8.config.fp8 import FP8Config
+from ds_fp8.engine.initialize import initialize
+from ds_fp8.engine.model import BUCKET, LIVE, wider_prefetch
+from ds_fp8.engine.plans import convert
 from ds_fp8.engine.report import why_slow
+from ds_fp8.layers.experts.experts import FP8Experts
 from tests.layers.hugging_face import causal_lm
+from tests.layers.moe import mixture
+from tests.on_ranks import on_ranks
 from tests.zero import models
+from tests.zero.test_experts import engine_of, train
 
 
 def printed(architecture, changes, section, special=None):
@@ -19,7 +31,7 @@ def printed(architecture, changes, section, special=None):
     model = causal_lm(architecture, **changes)
     raw = models.config({"report": "full", **section, "linear": {"backend": "reference"}})
     parameters = model.parameters()
-    if special == "a forward of another package":
+    if special == "forward":
         model.forward = functools.partial(type(model).forward, model)
     elif special == "no optimizer":
         parameters = None
@@ -94,22 +106,21 @@ def test_every_parameter_of_a_partitioned_model_is_accounted_for(ranks):
     assert "only" not in text
 
 
-def test_the_short_report_says_what_runs_where_in_a_few_lines(ranks):
-    _, text = ranks(2, printed, "llama", {}, {"report": "short"})[0]
-    said = ("linears in FP8 14 (", "in BF16 embeddings", "products input e4m3", "wire weights e4m3", "step ds_fp8;")
-    assert all(words in text for words in (*said, "CUDA graphs off", "loss without logits", "preset not named"))
+PARTS = ("linears in FP8 14 (", "in BF16 embeddings", "products input e4m3", "wire weights e4m3", "step ds_fp8;")
+
+
+@pytest.mark.parametrize(
+    ("special", "said"),
+    [
+        (None, (*PARTS, "CUDA graphs off", "loss without logits", "preset not named")),
+        ("forward", ("whether logits are in memory is up to it", "fp8.loss has no effect")),  # of another package
+        ("no optimizer", ("optimizer step none: this engine evaluates CUDA",)),
+    ],
+)
+def test_the_short_report_says_what_runs_where_in_a_few_lines(ranks, special, said):
+    _, text = ranks(1, printed, "llama", {}, {"report": "short"}, special)[0]
+    assert [words for words in said if words not in text] == []
     assert "hosts x ranks" not in text
-
-
-def test_a_forward_of_another_package_is_explained(ranks):
-    _, text = ranks(1, printed, "llama", {}, {"report": "short"}, "a forward of another package")[0]
-    assert "whether logits are in memory is up to it" in text
-    assert "fp8.loss has no effect" in text
-
-
-def test_an_engine_that_evaluates_has_no_moments(ranks):
-    _, text = ranks(1, printed, "llama", {}, {"report": "short"}, "no optimizer")[0]
-    assert "optimizer step none: this engine evaluates CUDA" in text
 
 
 @pytest.mark.parametrize(
@@ -127,3 +138,96 @@ def test_an_engine_that_evaluates_has_no_moments(ranks):
 def test_a_note_only_where_fp8_does_not_pay(hidden, tokens, words):
     text = why_slow([nn.Linear(size, 8, device="meta") for size in hidden], tokens)
     assert text is None if words is None else words in text
+
+
+# ---------------------------------------------------------------- ds_fp8.initialize stands in for deepspeed.initialize
+
+
+def test_the_arguments_are_deepspeeds_in_their_order():
+    ours, theirs = inspect.signature(initialize).parameters, inspect.signature(deepspeed.initialize).parameters
+    assert list(ours) == list(theirs)
+    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+
+
+@pytest.mark.parametrize(
+    ("section", "expected", "enabled", "measures"),
+    [
+        (None, "", False, False),
+        ({"enabled": False}, "FP8 is off", False, True),
+        ({"monitor": {"every": 0}}, "linears in FP8", True, True),
+    ],
+    ids=["no section", "disabled", "enabled"],
+)
+@on_ranks(2)
+def test_only_a_configuration_with_a_section_is_spoken_of(section, expected, enabled, measures):
+    """With the configuration as eleventh positional argument."""
+    torch.manual_seed(0)
+    model = models.Net().bfloat16()
+    given = (None, model, None, model.parameters(), None, None, 29500, None, None, None, models.config(section))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        engine = initialize(*given)[0]
+    assert (engine.fp8.config.enabled, engine.fp8.wire is not None) == (enabled, measures)
+    said = out.getvalue()
+    assert expected in said if dist.get_rank() == 0 and expected else said == ""
+
+
+# ---------------------------------------------------------------- fetches of layers with experts ahead of their use
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = mixture("qwen3_moe")
+    convert(model, FP8Config(linear={"backend": "reference"}))
+    return model
+
+
+@pytest.fixture(scope="module")
+def layer(model):
+    return sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+
+
+def wider(model, **zero):
+    return wider_prefetch(DeepSpeedZeroConfig(**{"stage": 3, **zero}), model)
+
+
+def test_limits_that_a_layer_does_not_fit_are_raised_and_said(model, layer):
+    changes, notes = wider(model, **{BUCKET: 1000, LIVE: 2 * layer - 1})
+    assert changes == {BUCKET: layer, LIVE: 2 * layer}
+    assert [note.split(" raised ")[0] for note in notes] == [BUCKET, LIVE]
+    assert notes[0].startswith(f"{BUCKET} raised from 1,000 to {layer:,}")
+    changes, notes = wider(model, **{BUCKET: layer, LIVE: 1000})
+    assert changes == {LIVE: 2000}  # at most doubled
+    assert notes[-1] == f"{LIVE} is too small to fetch a layer with experts ahead: {2 * layer:,} would do"
+
+
+def test_others_stay(model, layer):
+    for zero in ({}, {BUCKET: layer, LIVE: 2 * layer}, {BUCKET: 0, LIVE: 1}, {"stage": 2, BUCKET: 1}):
+        assert wider(model, **zero) == ({}, [])
+
+
+def test_dense_models_are_left_alone():
+    dense = causal_lm("llama")
+    convert(dense, FP8Config(linear={"backend": "reference"}))
+    assert wider(dense, **{BUCKET: 1, LIVE: 1}) == ({}, [])
+
+
+@on_ranks(2)
+def test_experts_are_under_way_before_their_layer_once_the_trace_is_known():
+    # Space for two layers, in a bucket that ends with the first weight.
+    space = {BUCKET: 100, "stage3_max_reuse_distance": 0}
+    engine = engine_of("qwen3_moe", {}, changes={"num_hidden_layers": 4}, **space)
+    train(engine, 3)
+    seen = {}
+
+    def look(name, layer, *_):
+        experts = [part for part in layer.modules() if isinstance(part, FP8Experts)]
+        weights = [weight for part in experts for weight in part.parameters()]
+        seen.setdefault(name, [weight.ds_status.name != "NOT_AVAILABLE" for weight in weights])
+
+    for number, layer in enumerate(engine.module.model.layers):
+        layer.register_forward_pre_hook(functools.partial(look, number), prepend=True)
+    ids = torch.arange(32)[None]
+    engine(input_ids=ids, labels=ids, use_cache=False)
+    assert len(seen) == 4
+    assert all(all(weights) for name, weights in seen.items() if name > 0), seen
+    assert any(note.startswith(BUCKET) for note in engine.fp8.report["notes"])

@@ -5,15 +5,15 @@ import deepspeed.comm.comm
 import deepspeed.runtime.zero.parameter_offload
 import deepspeed.runtime.zero.partition_parameters
 import deepspeed.runtime.zero.stage3
-import pytest
 import torch
 from deepspeed import comm as dist
 
 import ds_fp8
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import UNSHARDED
+from tests.on_ranks import on_ranks
 from tests.zero import models
-from tests.zero.test_training import QUIET
+from tests.zero.test_training import QUIET, assert_same
 
 FP8, BF16 = QUIET, {"enabled": False}
 STEPS = 3
@@ -45,13 +45,12 @@ def together(sections):
     return list(zip(losses, sent, strict=True))
 
 
-@pytest.mark.parametrize(
-    "sections", [(FP8, FP8), (FP8, BF16), (BF16, {**QUIET, "preset": "fp8lm_o1"})], ids=["two", "first", "second"]
-)
-def test_engines_train_in_turns_as_alone_each_with_its_own_meter(ranks, baseline, sections):
-    for rank, side_by_side in enumerate(ranks(2, together, sections)):
-        for section, found in zip(sections, side_by_side, strict=True):
-            assert found == baseline(2, together, (section,))[rank][0]
+@on_ranks(2)
+def test_engines_train_in_turns_as_alone_each_with_its_own_meter():
+    fp8lm = {**QUIET, "preset": "fp8lm_o1"}
+    alone = {str(section): together((section,))[0] for section in (FP8, BF16, fp8lm)}
+    for sections in ((FP8, FP8), (FP8, BF16), (BF16, fp8lm)):
+        assert together(sections) == [alone[str(section)] for section in sections], sections
 
 
 def student_and_teacher(section, alone):
@@ -73,14 +72,15 @@ def student_and_teacher(section, alone):
     return losses, student.fp8.wire.take(), teacher.fp8.wire.take()
 
 
-def test_a_frozen_teacher_beside_its_student(ranks):
-    beside, alone = ranks(2, student_and_teacher, FP8, False), ranks(2, student_and_teacher, FP8, True)
-    for (losses, sent, sent_by_teacher), (expected, sent_alone, nothing) in zip(beside, alone, strict=True):
-        assert losses == expected
-        assert sent == sent_alone
-        assert nothing == {"all_gather_bytes": 0, "grad_bytes": 0, "exchange_bytes": 0}
-        assert sent_by_teacher["all_gather_bytes"] > 0
-        assert sent_by_teacher["grad_bytes"] == 0
+@on_ranks(2)
+def test_a_frozen_teacher_beside_its_student():
+    losses, sent, sent_by_teacher = student_and_teacher(FP8, False)
+    expected, sent_alone, nothing = student_and_teacher(FP8, True)
+    assert losses == expected
+    assert sent == sent_alone
+    assert nothing == {"all_gather_bytes": 0, "grad_bytes": 0, "exchange_bytes": 0}
+    assert sent_by_teacher["all_gather_bytes"] > 0
+    assert sent_by_teacher["grad_bytes"] == 0
 
 
 def reach():
@@ -114,27 +114,49 @@ def of_instances(engine):
     }
 
 
-def made_trained_and_destroyed():
+@on_ranks(2)
+def test_nothing_of_deepspeed_is_changed_and_destroy_undoes_what_was_installed():
     before = reach()
-    plain = models.build(models.config(None))
-    instances = of_instances(plain)
+    instances = of_instances(models.build(models.config(None)))
+    assert {key for key, module in instances.items() if module.startswith("ds_fp8")} == set()
     engine = models.build(models.config(FP8))
     models.train(engine, 2)
-    changed = [name for owner, name, value in before if vars(owner).get(name) is not value]
+    assert [name for owner, name, value in before if vars(owner).get(name) is not value] == []
     weights = [m.weight for m in engine.module.modules() if isinstance(m, FP8Linear)]
     weights[0].all_gather_coalesced(weights).wait()
-    own = {key for key, module in of_instances(engine).items() if module.startswith("ds_fp8")}
+    assert sum(module.startswith("ds_fp8") for module in of_instances(engine).values()) > 20
     engine.destroy()
-    left = {key for key, module in of_instances(engine).items() if module.startswith("ds_fp8")}
-    gathered = [weight for weight in weights if getattr(weight, UNSHARDED) is not None]
-    stock = {key for key, module in instances.items() if module.startswith("ds_fp8")}
-    return changed, stock, len(own), left, len(gathered)
+    assert {key for key, module in of_instances(engine).items() if module.startswith("ds_fp8")} == set()
+    assert [weight for weight in weights if getattr(weight, UNSHARDED) is not None] == []
 
 
-def test_nothing_of_deepspeed_is_changed_and_destroy_undoes_what_was_installed(ranks):
-    for changed, stock, own, left, gathered in ranks(2, made_trained_and_destroyed):
-        assert changed == []
-        assert stock == set()
-        assert own > 20
-        assert left == set()
-        assert gathered == 0
+# ---------------------------------------------------------------- whoever looks at the weights between steps
+
+
+def look_with_a_modifier_rank(engine, folder):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        pass
+
+
+LOOKS = [
+    lambda engine, folder: engine.save_16bit_model(folder, "model.bin"),
+    lambda engine, folder: engine._zero3_consolidated_16bit_state_dict(),  # as Accelerate does
+    look_with_a_modifier_rank,
+    lambda engine, folder: engine.save_checkpoint(folder),
+]
+
+
+def train_around(looks, folder):
+    """Losses of steps between which somebody looks at the weights, or nobody, and the weights that they leave."""
+    engine = models.build(models.config(QUIET, stage3_gather_16bit_weights_on_model_save=True))
+    losses = models.train(engine, 2)
+    for step, look in enumerate(LOOKS, 2):
+        if looks:
+            look(engine, folder)
+        losses += models.train(engine, 1, start=step)
+    return losses, models.bf16_weights(engine)
+
+
+@on_ranks(2)
+def test_saving_changes_no_later_step(tmp_path):
+    assert_same(train_around(False, tmp_path), train_around(True, tmp_path))

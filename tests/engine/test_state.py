@@ -17,6 +17,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.train.resume import load_on_other_ranks
+from tests.on_ranks import on_ranks
 from tests.zero import models
 
 AUTOMATIC = {"preset": "fp8lm_o1"}
@@ -28,59 +29,45 @@ def build(section):
     return models.build({**models.config({"monitor": {"every": 0}, **section}), "gradient_accumulation_steps": 2})
 
 
-def stopped_and_resumed(section, folder):
-    """Losses and weights of 4 steps, and of the last 2 of them by an engine that begins with a checkpoint after 2."""
-    engine = build(section)
+@pytest.mark.parametrize("name", PRESETS)
+@on_ranks(2)
+def test_a_resumed_run_is_the_run_that_did_not_stop(name, tmp_path):
+    engine = build({"preset": name})
     models.train(engine, 2)
-    engine.save_checkpoint(folder, client_state={"mine": 7})
+    engine.save_checkpoint(tmp_path, client_state={"mine": 7})
     losses = models.train(engine, 2, start=2)
     engine.destroy()
-
-    resumed = build(section)
-    _, client_state = resumed.load_checkpoint(folder)
-    again = models.train(resumed, 2, start=2)
-    same = {
-        name: torch.equal(weight, after)
-        for (name, weight), after in zip(
-            models.bf16_weights(engine).items(), models.bf16_weights(resumed).values(), strict=True
-        )
-    }
-    return losses, again, same, client_state
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_resumed_run_is_the_run_that_did_not_stop(ranks, name, tmp_path):
-    for losses, again, same, client_state in ranks(2, stopped_and_resumed, {"preset": name}, str(tmp_path)):
-        assert losses == again
-        assert all(same.values()), same
-        assert client_state["mine"] == 7
-        assert "ds_fp8" not in client_state
+    resumed = build({"preset": name})
+    _, client_state = resumed.load_checkpoint(tmp_path)
+    assert models.train(resumed, 2, start=2) == losses
+    expected, found = models.bf16_weights(engine), models.bf16_weights(resumed)
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert client_state["mine"] == 7
+    assert "ds_fp8" not in client_state
 
 
 def read_with_plain_torch(folder):
     """The FP8 state in the checkpoint of every rank, read by torch without running anything."""
-    engine = build(AUTOMATIC)
+    engine, rank = build(AUTOMATIC), dist.get_rank()
     models.train(engine, 2)
     engine.save_checkpoint(folder, tag="last")
     dist.barrier()
     state = engine.fp8.state_dict()
-    torch.save(state, f"{folder}/alone{dist.get_rank()}.pt")
-    alone = torch.load(f"{folder}/alone{dist.get_rank()}.pt", weights_only=True)
-    whole = torch.load(f"{folder}/last/zero_pp_rank_{dist.get_rank()}_mp_rank_00_model_states.pt", weights_only=False)
-    in_checkpoint = whole["ds_fp8"]
-    scales = [s["gradients"]["scale"] for s in (state, alone, in_checkpoint)]
-    same = all(torch.equal(scales[0][key], other[key]) for other in scales for key in ("mu", "saturated"))
-    return same, state["micro_batches"], scales[0]["names"], scales[0]["mu"].tolist()
+    torch.save(state, f"{folder}/alone{rank}.pt")
+    alone = torch.load(f"{folder}/alone{rank}.pt", weights_only=True)
+    stored = torch.load(f"{folder}/last/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", weights_only=False)
+    scale, *others = (s["gradients"]["scale"] for s in (state, alone, stored["ds_fp8"]))
+    assert all(torch.equal(scale[key], other[key]) for other in others for key in ("mu", "saturated"))
+    return state["micro_batches"], scale["names"], scale["mu"].tolist()
 
 
 def test_the_state_is_plain_and_the_same_on_all_ranks(ranks, tmp_path):
-    results = ranks(2, read_with_plain_torch, str(tmp_path))
-    for same, micro_batches, names, mu in results:
-        assert same
-        assert micro_batches == 4
-        assert "layers.0.up.weight" in names
-        assert all(value != 1 for value in mu)
-    assert results[0] == results[1]
+    (micro_batches, names, mu), other = ranks(2, read_with_plain_torch, str(tmp_path))
+    assert other == (micro_batches, names, mu)
+    assert micro_batches == 4
+    assert "layers.0.up.weight" in names
+    assert all(value != 1 for value in mu)
 
 
 def saved(folder):
@@ -109,85 +96,58 @@ def test_another_number_of_ranks_goes_on_with_the_same_scales(ranks, tmp_path):
         assert torch.equal(scales["saturated"], expected["saturated"])
 
 
-def counters(folder):
-    """Two engines' health after 4 steps, the second one's from a checkpoint, their next losses, and what moves then."""
+@on_ranks(2)
+def test_counters_and_layers_in_bf16_are_resumed(tmp_path):
     engine = build(DEGRADING)
     engine.fp8.health.move_to_bf16(["layers.1.up"])
     models.train(engine, 4)
-    engine.save_checkpoint(folder)
-
+    engine.save_checkpoint(tmp_path)
     resumed, said = build(DEGRADING), []
     resumed.fp8.health.say = said.append
-    resumed.load_checkpoint(folder)
-    states = [one.fp8.health.state_dict() for one in (engine, resumed)]
-    heard = list(said)
-    losses = [models.train(one, 3, start=4) for one in (engine, resumed)]
-    return states, heard, losses, [one.fp8.health.layers_in_bf16 for one in (engine, resumed)]
+    resumed.load_checkpoint(tmp_path)
+    before = engine.fp8.health.state_dict()
+    assert resumed.fp8.health.state_dict() == before
+    assert before["monitor"]["steps"] == 4
+    assert {count for *_, count in before["monitor"]["in_a_row"]} == {2}
+    assert before["layers_in_bf16"] == ["layers.1.up"]
+    assert said == ["layers.1.up now runs in BF16"]
+    assert models.train(engine, 3, start=4) == models.train(resumed, 3, start=4)
+    moved = engine.fp8.health.layers_in_bf16
+    assert len(moved) == 6  # with the third measurement in a row
+    assert moved == resumed.fp8.health.layers_in_bf16
 
 
-def test_counters_and_layers_in_bf16_are_resumed(ranks, tmp_path):
-    for (before, after), said, losses, moved in ranks(2, counters, str(tmp_path)):
-        assert before == after
-        assert before["monitor"]["steps"] == 4
-        assert {count for *_, count in before["monitor"]["in_a_row"]} == {2}
-        assert before["layers_in_bf16"] == ["layers.1.up"]
-        assert said == ["layers.1.up now runs in BF16"]
-        assert losses[0] == losses[1]
-        assert len(moved[0]) == 6  # with the third measurement in a row
-        assert moved[0] == moved[1]
-
-
-def layers_by_name(folder):
-    """What a checkpoint says of layers that a filter left out, and what an engine without it, or without them, says."""
-
+@on_ranks(1)
+def test_layers_of_a_checkpoint_that_this_engine_lacks_or_casts_are_named():
     def without_down(net):
         ds_fp8.convert(net, FP8Config(fuse="off"), filter=lambda name, layer: not name.endswith("1.down"))
 
     section = {"monitor": {"every": 0}, "fuse": "off"}
-    engine = models.build(models.config(section), prepare=without_down)
-    state = engine.fp8.state_dict()
-    said = []
-    fresh = models.build(models.config(section))
+    state = models.build(models.config(section), prepare=without_down).fp8.state_dict()
+    assert state["excluded_by_filter"] == ["layers.1.down"]
+    said, fresh = [], models.build(models.config(section))
     fresh.fp8.health.warn = said.append
     fresh.fp8.load_state_dict({**state, "layers_in_bf16": ["base_model.layers.0.up", "layers.0.up"]})
-    return state["excluded_by_filter"], said, fresh.fp8.health.layers_in_bf16
-
-
-def test_layers_of_a_checkpoint_that_this_engine_lacks_or_casts_are_named(ranks, tmp_path):
-    excluded, (lacking, cast), moved = ranks(1, layers_by_name, str(tmp_path))[0]
-    assert excluded == ["layers.1.down"]
+    lacking, cast = said
     assert "base_model.layers.0.up" in lacking
     assert "layers.1.down" in cast
-    assert moved == ["layers.0.up"]
+    assert fresh.fp8.health.layers_in_bf16 == ["layers.0.up"]
 
 
-def other_ways_to_load(folder):
-    """What is said, and the clock, of an engine that loads only a model, a checkpoint without FP8, or its own."""
+@on_ranks(2)
+def test_what_starts_anew_is_said(tmp_path):
+    """Of an engine that loads only a model, a checkpoint without FP8, or its own."""
     engine, plain = build(AUTOMATIC), build({"enabled": False})
     for name, one in (("own", engine), ("plain", plain)):
         models.train(one, 1)
-        one.save_checkpoint(folder, tag=name)
-    results = {}
-    for name, tag, options in (
-        ("model only", "own", {"load_module_only": True}),
-        ("without FP8", "plain", {}),
-        ("own", "own", {}),
-    ):
-        said = []
-        fresh = build(AUTOMATIC)
+        one.save_checkpoint(tmp_path, tag=name)
+    loads = [("own", True, None, 0), ("plain", False, "no FP8 state", 0), ("own", False, None, 2)]
+    for tag, module_only, words, clock in loads:
+        said, fresh = [], build(AUTOMATIC)
         fresh.fp8.health.say = said.append
-        path, _ = fresh.load_checkpoint(folder, tag=tag, **options)
-        results[name] = path is not None, said, fresh.fp8.clock()
-    return results
-
-
-def test_what_starts_anew_is_said(ranks, tmp_path):
-    for results in ranks(2, other_ways_to_load, str(tmp_path)):
-        assert all(found for found, _, _ in results.values())
-        assert results["model only"][1:] == ([], 0)
-        assert "no FP8 state" in results["without FP8"][1][0]
-        assert results["without FP8"][2] == 0
-        assert results["own"][1:] == ([], 2)
+        assert fresh.load_checkpoint(tmp_path, tag=tag, load_module_only=module_only)[0] is not None
+        assert words in said[0] if words else said == []
+        assert fresh.fp8.clock() == clock
 
 
 WRONG = [
@@ -200,25 +160,17 @@ WRONG = [
 ]
 
 
-def wrong_states(preset, other):
-    """What is raised for states with a wrong value each, and said of one with another preset."""
-    engine, raised, said = build({"preset": preset, "grad_reduce": {"scale": "tensor"}}), [], []
+@on_ranks(1)
+def test_a_wrong_value_in_the_state_is_an_error_and_another_preset_is_said():
+    engine, said = build({"preset": "precise", "grad_reduce": {"scale": "tensor"}}), []
     models.train(engine, 1)
     state = engine.fp8.state_dict()
     for wrong in WRONG:
-        try:
+        with pytest.raises(UserError, match="FP8 state of the checkpoint is damaged") as caught:
             engine.fp8.load_state_dict({**state, **wrong} if isinstance(wrong, dict) else wrong)
-        except UserError as error:
-            raised.append(str(error))
+        assert caught.value.remedy
     engine.fp8.health.say = said.append
-    engine.fp8.load_state_dict({**state, "preset": other})
-    return raised, said
-
-
-def test_a_wrong_value_in_the_state_is_an_error_and_another_preset_is_said(ranks):
-    ((raised, said),) = ranks(1, wrong_states, "precise", "coat")
-    assert len(raised) == len(WRONG)
-    assert all("FP8 state of the checkpoint is damaged" in error and "remedy" in error for error in raised)
+    engine.fp8.load_state_dict({**state, "preset": "coat"})
     assert said == ['the checkpoint was trained with preset "coat", and goes on with "precise"']
 
 
@@ -245,40 +197,30 @@ def usual_client_state():
     }
 
 
-def client_states(folder, config, crafted):
-    """What an engine loads of checkpoints: a usual state, that of one with code in it, and the latter trusted."""
-    usual, trace, refused = usual_client_state(), f"{folder}/trace", None
-    engine = models.build(config)
-    models.train(engine, 1)
-    engine.save_checkpoint(folder, tag="usual", client_state=usual)
-    engine.save_checkpoint(folder, tag="crafted", client_state={"mine": 7})
-    (file,) = Path(folder, "crafted").glob(crafted)
-    torch.save({**torch.load(file, weights_only=False), "extra": Crafted(trace)}, file)
-    _, state = engine.load_checkpoint(folder, tag="usual")
-    try:
-        engine.load_checkpoint(folder, tag="crafted")
-    except UserError as error:
-        refused = error
-    ran = os.path.exists(trace)
-    trusting = models.build({**config, "fp8": {**config["fp8"], "trust_checkpoints": True}})
-    _, trusted = trusting.load_checkpoint(folder, tag="crafted")
-    same = [key for key in usual if str(state[key]) == str(usual[key])]
-    return same, state["arguments"], str(refused), ran, trusted["mine"], os.path.exists(trace)
-
-
 @pytest.mark.parametrize("crafted", ["*model_states.pt", "*optim_states.pt"])
 @pytest.mark.parametrize(
     ("stage", "section"),
     [(3, {"preset": "compact"}), (3, {"enabled": False}), (2, {"enabled": False})],
     ids=["fp8", "twin", "twin of stage 2"],
 )
-def test_no_code_of_a_checkpoint_runs_but_where_it_is_trusted(ranks, tmp_path, section, stage, crafted):
+@on_ranks(1)
+def test_no_code_of_a_checkpoint_runs_but_where_it_is_trusted(tmp_path, section, stage, crafted):
     config = models.config({"monitor": {"every": 0}, **section}, stage=stage)
-    ((same, arguments, refused, ran, *trusted),) = ranks(1, client_states, str(tmp_path), config, crafted)
-    assert same == list(usual_client_state())
-    assert arguments == usual_client_state()["arguments"]
-    assert "it names os.makedirs" in refused
-    assert "key:    fp8.trust_checkpoints" in refused
-    assert '"trust_checkpoints": true' in refused
-    assert not ran
-    assert trusted == [7, True]
+    usual, trace = usual_client_state(), tmp_path / "trace"
+    engine = models.build(config)
+    models.train(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="usual", client_state=usual)
+    engine.save_checkpoint(tmp_path, tag="crafted", client_state={"mine": 7})
+    (file,) = (tmp_path / "crafted").glob(crafted)
+    torch.save({**torch.load(file, weights_only=False), "extra": Crafted(str(trace))}, file)
+    _, state = engine.load_checkpoint(tmp_path, tag="usual")
+    assert [key for key in usual if str(state[key]) != str(usual[key])] == []
+    assert state["arguments"] == usual["arguments"]
+    with pytest.raises(UserError, match=r"it names os\.makedirs") as caught:
+        engine.load_checkpoint(tmp_path, tag="crafted")
+    assert caught.value.key == "fp8.trust_checkpoints"
+    assert '"trust_checkpoints": true' in caught.value.remedy
+    assert not trace.exists()
+    trusting = models.build({**config, "fp8": {**config["fp8"], "trust_checkpoints": True}})
+    assert trusting.load_checkpoint(tmp_path, tag="crafted")[1]["mine"] == 7
+    assert trace.exists()

@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_fp8.casts import quantize, quantize_columnwise, transpose
-from ds_fp8.config.fp8 import FP8Config
-from ds_fp8.engine.plans import recipe_from_config
+from ds_fp8.casts import quantize, quantize_columnwise
 from ds_fp8.gemm import grouped, unavailable
-from ds_fp8.layers.experts.layout import (
-    expert_layout,
-    permute_quantize,
-    unpermute,
-)
-from ds_fp8.layers.experts.products import ExpertAdapters, ExpertProducts, ExpertWeights, expert_products
+from ds_fp8.layers.experts.products import ExpertAdapters, ExpertWeights, expert_products
 from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gated_activation_backward, gated_activation_forward
 from tests.gemm.groups import AWKWARD, random_rows, row_groups, spans
 from tests.gemm.tolerance import CHAIN, OF_SCALES, ROUNDING, assert_is_product
-from tests.layers.test_expert_products import inputs, low_ranks, run, run_adapted
+from tests.layers.test_expert_products import inputs, low_ranks, run, run_adapted, settings
 from tests.numerics import error
 
 pytestmark = pytest.mark.gpu
@@ -28,23 +21,8 @@ pytestmark = pytest.mark.gpu
 TENSOR_CORES = 2.0**-10
 
 
-def settings(activation="silu", activations=None, **linear) -> ExpertProducts:
-    config = {"linear": {"backend": "cublas", **linear}, "activations": activations or {}, "monitor": {"every": 0}}
-    ours = recipe_from_config(FP8Config(**config))
-    return ExpertProducts(activation, ours, ours)
-
-
 def on_gpu(tensors):
     return type(tensors)(*(tensor.cuda() for tensor in tensors))
-
-
-def same_bits(found, expected) -> None:
-    assert (found is None) == (expected is None)
-    if found is not None:
-        assert torch.equal(
-            found.scale.cpu().contiguous().view(torch.int32), expected.scale.contiguous().view(torch.int32)
-        )
-        assert torch.equal(found.data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
 
 
 def assert_product(found, a, b) -> None:
@@ -55,50 +33,6 @@ def assert_product(found, a, b) -> None:
         assert ((found.double() - a @ b.t()).abs() <= bound).all()
     else:
         assert_is_product(found, a, b, roundings=int(TENSOR_CORES / ROUNDING[torch.float32]))
-
-
-@pytest.mark.parametrize("others", [False, True])
-@pytest.mark.parametrize(("tokens", "choices", "experts"), [(1, 1, 1), (300, 8, 64), (4096, 2, 8), (1000, 3, 5)])
-def test_layout_is_that_of_the_cpu(tokens, choices, experts, others):
-    torch.manual_seed(0)
-    index = torch.rand(tokens, experts + others).topk(choices).indices
-    for found, expected in zip(expert_layout(index.cuda(), experts), expert_layout(index, experts), strict=True):
-        assert torch.equal(found.cpu(), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("scale", ["pow2", "fp32"])
-@pytest.mark.parametrize(
-    ("rowwise", "columnwise"),
-    [("1x128", None), ("1x128", "1x128"), ("1x128", "128x128"), (None, "128x128"), (None, "1x128")],
-)
-@pytest.mark.parametrize(("tokens", "choices", "hidden"), [(1, 1, 128), (300, 4, 384), (2048, 8, 2048)])
-def test_casts_of_permuted_tokens_have_the_references_bits(tokens, choices, hidden, rowwise, columnwise, scale, dtype):
-    torch.manual_seed(0)
-    layout = expert_layout(torch.rand(tokens, 8).topk(choices).indices, 8)
-    x = (torch.randn(tokens, hidden) * torch.logspace(-20, 15, hidden)).to(dtype)
-    expected = permute_quantize(x, layout, "e4m3", rowwise, columnwise, scale)
-    for found, wanted in zip(
-        permute_quantize(x.cuda(), on_gpu(layout), "e4m3", rowwise, columnwise, scale), expected, strict=True
-    ):
-        same_bits(found, wanted)
-
-
-@pytest.mark.parametrize(("tokens", "choices", "hidden"), [(1, 1, 128), (300, 4, 384), (70000, 2, 128), (100, 8, 2944)])
-def test_sums_have_the_references_bits(tokens, choices, hidden):
-    torch.manual_seed(0)
-    layout = expert_layout(torch.rand(tokens, 9).topk(choices).indices, 8)
-    rows = torch.randn(len(layout.source), hidden).bfloat16()
-    assert torch.equal(unpermute(rows.cuda(), on_gpu(layout)).cpu(), unpermute(rows, layout))
-
-
-@pytest.mark.parametrize(("experts", "rows", "columns"), [(3, 256, 384), (128, 1536, 256)])
-def test_transposed_experts(experts, rows, columns):
-    stacked = quantize(torch.randn(experts * rows, columns, device="cuda"), granularity="128x128")
-    same_bits(
-        transpose(stacked, experts),
-        transpose(type(stacked)(stacked.data.cpu(), stacked.scale.cpu(), "128x128", "pow2"), experts),
-    )
 
 
 BACKENDS = [
@@ -149,7 +83,7 @@ def test_gradients_of_groups(counts, features, inputs, granularity, scale):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation_with_factors(activation, save, wgrad_input):
     torch.manual_seed(0)
-    products = settings(activation, {"save": save}, wgrad={"input": wgrad_input})
+    products = settings(activation, {"save": save}, backend="cublas", wgrad={"input": wgrad_input})
     gate_up, dproduct = torch.randn(512, 768).bfloat16(), torch.randn(512, 384).bfloat16()
     factor = torch.rand(512)
     gate_up[300:], factor[300:] = 0, 0
@@ -170,7 +104,7 @@ def test_activation_with_factors(activation, save, wgrad_input):
 )
 def test_experts_are_those_of_the_reference(counts, choices, wgrad_input):
     given = inputs(counts, choices)
-    products = settings(wgrad={"input": wgrad_input})
+    products = settings(backend="cublas", wgrad={"input": wgrad_input})
     expected = run(*given, products)
     found = run(*(tensor.cuda() for tensor in given), products)
     for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
@@ -181,7 +115,7 @@ def test_experts_are_those_of_the_reference(counts, choices, wgrad_input):
 @pytest.mark.parametrize("rank", [8, 32])
 @pytest.mark.parametrize(("counts", "choices"), [((0, 1, 127, 128, 129), 1), ((300, 0, 0), 2), ((3,) * 64, 8)])
 def test_adapters_are_those_of_the_reference(counts, choices, rank, activations):
-    given, products = inputs(counts, choices), settings(activations=activations)
+    given, products = inputs(counts, choices), settings(activations=activations, backend="cublas")
     adapters = low_ranks(*given[3:5], rank, 0.3)
     expected = run_adapted(*given, products, adapters)
     on_device = ExpertAdapters.of_tensors([tensor.cuda() for tensor in adapters.tensors])
@@ -207,17 +141,17 @@ def step(leaves, index, dy, products):
 
 def test_the_host_waits_for_nothing():
     leaves, index, dy = parameters(inputs((40, 0, 130, 7), 2))
-    step(leaves, index, dy, settings())  # compiles
+    step(leaves, index, dy, settings(backend="cublas"))  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(leaves, index, dy, settings())
+        step(leaves, index, dy, settings(backend="cublas"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_graph_follows_the_routing_of_every_replay():
-    products = settings()
+    products = settings(backend="cublas")
     leaves, index, dy = parameters(inputs((40, 0, 130, 7), 2))
     other = torch.rand(index.shape[0], 4, device="cuda").topk(2).indices
     expected = [step(leaves, chosen, dy, products) for chosen in (index, other)]
@@ -239,5 +173,5 @@ def test_a_graph_follows_the_routing_of_every_replay():
 
 def test_the_same_twice():
     leaves, index, dy = parameters(inputs((300, 5, 0, 200), 3))
-    first, second = (step(leaves, index, dy, settings()) for _ in range(2))
+    first, second = (step(leaves, index, dy, settings(backend="cublas")) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -1,48 +1,49 @@
 """Micro-steps as CUDA graphs against the same ones launched by Python: every bit, and every way back."""
 
 import functools
+import gc
 import json
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+import deepspeed
+import peft
 import pytest
 import torch
-from torch import nn
+from deepspeed import comm as dist
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+import ds_fp8
+from ds_fp8.train import packed_attention
+from tests.on_ranks import on_ranks
 from tests.zero import models
 
 pytestmark = pytest.mark.gpu
 
 LENGTH, VOCABULARY = 256, 1024
+SIZES = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
+worlds = pytest.mark.parametrize("world", [1] + [2] * (torch.cuda.device_count() > 1))
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def engine_of(
-    graph: str,
-    preset: str,
-    micro_batches: int,
-    monitor: int,
-    recompute: dict | None = None,
-    attention: str = "sdpa",
-    activations: dict | None = None,
+    graph, preset="hybrid_fast", micro_batches=1, monitor=0, recompute=None, attention="sdpa", activations=None
 ):
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    import ds_fp8
-    from ds_fp8.train import packed_attention
-
     packed_attention.register()
-    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
-    shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
     torch.manual_seed(0)
     with torch.device("cuda"):
+        shape = Qwen2Config(**SIZES, num_hidden_layers=3, vocab_size=VOCABULARY, tie_word_embeddings=True)
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation=attention)
     if recompute is not None:
         model.gradient_checkpointing_enable(recompute)
     section = {"preset": preset, "graph": graph, "monitor": {"every": monitor}, "linear": {"backend": "cublas"}}
-    section["activations"] = activations or {}
+    section["activations"] = dict(activations)
     config = models.config(section, stage3_prefetch_bucket_size=10**6, stage3_max_reuse_distance=10**9)
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
     return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
@@ -58,8 +59,6 @@ def documents_of(step: int) -> list[int]:
 
     None is longer than a block of keys in attention's backward, which adds up over blocks in any order.
     """
-    from deepspeed import comm as dist
-
     lengths = [[100, 100, 56], [64] * 4, [1, 2, 3, 50, 100, 100], [17] * 15 + [1]][(step + dist.get_rank()) % 4]
     if step == MANY_DOCUMENTS_AT and dist.get_rank() == 0:
         lengths = [4] * 64
@@ -115,22 +114,18 @@ def save_and_load(folder, engine, step):
         engine.load_checkpoint(folder)
 
 
-def read_on_the_host(engine, step):
-    def read(module, inputs):
-        if torch.cuda.is_current_stream_capturing():
-            torch.ones(1, device="cuda").item()
+def while_captured(function):
+    """Let a layer's forward call a function in every capture."""
 
-    if step == 0:
-        engine.module.model.layers[1].register_forward_pre_hook(read)
+    def between(engine, step):
+        def call(module, inputs):
+            if torch.cuda.is_current_stream_capturing():
+                function()
 
+        if step == 0:
+            engine.module.model.layers[1].register_forward_pre_hook(call)
 
-def take_all_memory(engine, step):
-    def take(module, inputs):
-        if torch.cuda.is_current_stream_capturing():
-            torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
-
-    if step == 0:
-        engine.module.model.layers[1].register_forward_pre_hook(take)
+    return between
 
 
 def fail_in_backward(engine, step):
@@ -138,7 +133,7 @@ def fail_in_backward(engine, step):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("planted")
 
-    def watch(module: nn.Module, inputs, output):
+    def watch(module, inputs, output):
         (output[0] if isinstance(output, tuple) else output).register_hook(fail)
 
     if step == 0:
@@ -188,56 +183,44 @@ CASES = {
     "a layer that now runs in BF16": {"between": move_a_layer},
 }
 BROKEN = {
-    "a read on the host": read_on_the_host,
+    "a read on the host": while_captured(lambda: torch.ones(1, device="cuda").item()),
     "an error in backward": fail_in_backward,
-    "no memory": take_all_memory,
+    "no memory": while_captured(lambda: torch.empty(1 << 44, dtype=torch.uint8, device="cuda")),
 }
 
 
-def trained(*args, **kwargs):
-    """As `train`, with attention that adds up in a fixed order."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return train(*args, **kwargs)
-
-
-def train(
-    graph,
-    preset="hybrid_fast",
-    micro_batches=1,
-    monitor=0,
-    lengths=(LENGTH,),
-    masked=False,
-    between=None,
-    steps=10,
-    recompute=None,
-    attention="sdpa",
-    packed=documents_of,
-    activations=None,
-):
-    """Losses, gradient norms, masters, bytes on the wire, and what became of the graphs."""
-    engine = engine_of(graph, preset, micro_batches, monitor, recompute, attention, activations)
-    said = []
+def trained(graph, lengths=(LENGTH,), masked=False, between=None, steps=10, packed=documents_of, **options):
+    """Losses, gradient norms, masters, what became of the graphs and what was said; attention adds in a fixed order."""
+    engine, said, losses, norms = engine_of(graph, **options), [], [], []
     engine.fp8.health.say = said.append
-    losses, norms = [], []
-    for step in range(steps):
-        if between is not None:
-            between(engine, step)
-        for micro in range(micro_batches):
-            tokens = batch(step * micro_batches + micro, lengths[step % len(lengths)])
-            more = {}
-            if masked:
-                positions = torch.arange(tokens.shape[1], device="cuda")[None]
-                more = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}
-            if attention == "packed":
-                more = {"position_ids": torch.cat([torch.arange(length) for length in packed(step)])[None].cuda()}
-            loss = engine(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
-            losses.append(models.take_step(engine, loss))
-        norms.append(float(engine.get_global_grad_norm()))
+    micro_batches = engine.gradient_accumulation_steps()
+    with sdpa_kernel(SDPBackend.MATH):
+        for step in range(steps):
+            if between is not None:
+                between(engine, step)
+            for micro in range(micro_batches):
+                tokens, more = batch(step * micro_batches + micro, lengths[step % len(lengths)]), {}
+                if masked:
+                    positions = torch.arange(tokens.shape[1], device="cuda")[None]
+                    more = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}
+                if options.get("attention") == "packed":
+                    more = {"position_ids": torch.cat([torch.arange(length) for length in packed(step)])[None].cuda()}
+                loss = engine(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
+                losses.append(models.take_step(engine, loss))
+            norms.append(float(engine.get_global_grad_norm()))
     masters = {name: models.full_master(parameter).cpu() for name, parameter in engine.module.named_parameters()}
     graphs = engine.fp8.graphs
     outcome = (engine.fp8.why_no_graphs, None) if graphs is None else (graphs.off, graphs.captured)
     engine.destroy()
     return losses, norms, masters, outcome, said
+
+
+def both(graph="on", function=trained, **options):
+    """Runs launched by Python and captured."""
+    for one in ("off", graph):
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield function(one, **options)
 
 
 def assert_same(ours, theirs):
@@ -246,64 +229,53 @@ def assert_same(ours, theirs):
     assert all(torch.equal(ours[2][name], master) for name, master in theirs[2].items())
 
 
-def worlds():
-    return [1] + [2] * (torch.cuda.device_count() > 1)
-
-
-@pytest.mark.parametrize("world", worlds())
+@worlds
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.alone if case == SHORT else ()) for case in CASES]
 )
-def test_every_bit_is_that_of_python(gpu_ranks, world, case):
-    launched, captured = (gpu_ranks(world, functools.partial(trained, graph, **CASES[case])) for graph in ("off", "on"))
-    for theirs, ours in zip(launched, captured, strict=True):
-        assert_same(ours, theirs)
-        off, count = ours[3]
-        if case == SHORT:
-            assert off.startswith("too little memory is free next to them")
-            assert count == 0
-            continue
-        assert off is None
-        two = ("several micro-batches", "two shapes", "recomputed activations, reentrant")
-        assert count == 1 + case.endswith(two), ours[4]
-
-
-@pytest.mark.parametrize("world", worlds())
-def test_rows_of_one_document_come_to_packed_ones(gpu_ranks, world):
-    """Launched by Python they have a kernel of their own, and other sums."""
-    options = {"attention": "packed", "packed": one_document_first}
-    launched, captured = (gpu_ranks(world, functools.partial(trained, graph, **options)) for graph in ("off", "on"))
-    for theirs, ours in zip(launched, captured, strict=True):
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-2)
-        assert ours[3] == (None, 1), ours[4]
-        assert ours[0][:5] == theirs[0][:5]  # a graph of plain rows still
-
-
-@pytest.mark.parametrize("world", worlds())
-def test_what_a_checkpoint_brings_is_trained_on(gpu_ranks, world, tmp_path):
-    launched, captured = (
-        gpu_ranks(
-            world, functools.partial(trained, graph, between=functools.partial(save_and_load, str(tmp_path / graph)))
-        )
-        for graph in ("off", "on")
-    )
-    for theirs, ours in zip(launched, captured, strict=True):
-        assert_same(ours, theirs)
-
-
-@pytest.mark.parametrize("world", worlds())
-@pytest.mark.parametrize("fault", BROKEN)
-def test_what_no_graph_can_hold_runs_as_before_and_is_said_once(gpu_ranks, world, fault):
-    launched, captured = (
-        gpu_ranks(world, functools.partial(trained, graph, between=BROKEN[fault])) for graph in ("off", "on")
-    )
-    for theirs, ours in zip(launched, captured, strict=True):
-        assert_same(ours, theirs)
-        off, count = ours[3]
+@on_ranks(fixture="gpu_ranks")
+def test_every_bit_is_that_of_python(world, case):
+    theirs, ours = both(**CASES[case])
+    assert_same(ours, theirs)
+    off, count = ours[3]
+    if case == SHORT:
+        assert off.startswith("too little memory is free next to them")
         assert count == 0
-        assert (off is not None) == (fault == "no memory")
-        words = "without CUDA graphs" if off is None else "CUDA graphs are off"
-        assert len([line for line in ours[4] if line.startswith(words)]) == 1
+        return
+    assert off is None
+    two = ("several micro-batches", "two shapes", "recomputed activations, reentrant")
+    assert count == 1 + case.endswith(two), ours[4]
+
+
+@worlds
+@on_ranks(fixture="gpu_ranks")
+def test_rows_of_one_document_come_to_packed_ones(world):
+    """Launched by Python they have a kernel of their own, and other sums."""
+    theirs, ours = both(attention="packed", packed=one_document_first)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-2)
+    assert ours[3] == (None, 1), ours[4]
+    assert ours[0][:5] == theirs[0][:5]  # a graph of plain rows still
+
+
+@worlds
+@on_ranks(fixture="gpu_ranks")
+def test_what_a_checkpoint_brings_is_trained_on(world, tmp_path):
+    assert_same(
+        *(trained(graph, between=functools.partial(save_and_load, tmp_path / graph)) for graph in ("on", "off"))
+    )
+
+
+@worlds
+@pytest.mark.parametrize("fault", BROKEN)
+@on_ranks(fixture="gpu_ranks")
+def test_what_no_graph_can_hold_runs_as_before_and_is_said_once(world, fault):
+    theirs, ours = both(between=BROKEN[fault])
+    assert_same(ours, theirs)
+    off, count = ours[3]
+    assert count == 0
+    assert (off is not None) == (fault == "no memory")
+    words = "without CUDA graphs" if off is None else "CUDA graphs are off"
+    assert len([line for line in ours[4] if line.startswith(words)]) == 1
 
 
 def hook_of_others(engine, step):
@@ -311,10 +283,9 @@ def hook_of_others(engine, step):
         engine.module.model.layers[1].register_forward_hook(lambda *_: None)
 
 
-def test_by_itself_only_known_code_is_captured(gpu_ranks):
-    known, hooked = (
-        gpu_ranks(1, functools.partial(trained, "auto", between=between))[0] for between in (None, hook_of_others)
-    )
+@on_ranks(1, "gpu_ranks")
+def test_by_itself_only_known_code_is_captured():
+    known, hooked = (trained("auto", between=between) for between in (None, hook_of_others))
     assert known[3] == (None, 1)
     assert "model.layers.1 has a hook of tests.gpu.test_micro_steps" in hooked[3][0]
     assert_same(hooked, known)
@@ -322,10 +293,6 @@ def test_by_itself_only_known_code_is_captured(gpu_ranks):
 
 def kept_with(layers):
     """Bytes that a graph of frozen, recomputed layers keeps: of each little but its input, and what is gathered."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    import ds_fp8
-
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
     shape = Qwen2Config(**sizes, num_hidden_layers=layers, vocab_size=VOCABULARY)
     with torch.device("cuda"):
@@ -334,30 +301,28 @@ def kept_with(layers):
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.dim() == 1)
     section = {"preset": "hybrid_fast", "graph": "on", "monitor": {"every": 0}, "linear": {"backend": "cublas"}}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = models.config(section) | {"train_micro_batch_size_per_gpu": 1}
-    engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
+    engine = ds_fp8.initialize(model=model, model_parameters=learning, config=config)[0]
     for step in range(4):
         ids = batch(step, LENGTH)
         models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss)
-    graphs = engine.fp8.graphs
-    found = graphs.off, graphs.kept_bytes
+    assert engine.fp8.graphs.off is None
+    kept = engine.fp8.graphs.kept_bytes
     engine.destroy()
-    return found
+    return kept
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU gathers nothing")
+@two_gpus  # one gathers nothing
 def test_weights_that_a_graph_gathers_take_turns_in_its_memory(gpu_ranks):
-    (few_off, few), (many_off, many) = (gpu_ranks(2, functools.partial(kept_with, layers))[0] for layers in (4, 12))
-    assert few_off is None
-    assert many_off is None
+    few, many = (gpu_ranks(2, kept_with, layers)[0] for layers in (4, 12))
     codes = 8 * (4 * 1024**2 + 3 * 1024 * 4096)  # of the layers that one has more
     assert many - few < codes / 2
 
 
 def memory_of_steps(graph, monitor=0):
     """Bytes that each step takes beside what is there before it; a graph's own memory is there already."""
-    engine, taken = engine_of(graph, "hybrid_fast", 1, monitor), []
+    engine, taken = engine_of(graph, monitor=monitor), []
     for step in range(6):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -376,87 +341,71 @@ def test_a_check_takes_no_activations_beside_those_of_the_graph(gpu_ranks):
     assert measured[4] > 0.9 * launched[4]
 
 
-class WithAdapters:
-    """A LoRA model whose layers are fused, its loss fused or that of DPO; every other option as `train`."""
+def with_adapters(graph, dpo=False, dropout=0.0, fuse="auto", frozen="sharded"):
+    """(losses and norms, outcome, what is said) of a LoRA model, its layers fused, its loss too or that of DPO."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        shape = Qwen2Config(**SIZES, num_hidden_layers=3, vocab_size=VOCABULARY)
+        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+        options = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": dropout}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=False)).bfloat16()
+    original = {name: p.detach().clone() for name, p in model.named_parameters()}
+    section = {"preset": "hybrid_fast", "graph": graph, "fuse": fuse, "monitor": {"every": 0}}
+    section["param_gather"] = {"frozen": frozen}
+    config = models.config(section) | {"train_micro_batch_size_per_gpu": 2}
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = ds_fp8.initialize(model=model, model_parameters=learning, config=config)[0]
+    assert engine.fp8.report["fused_layers"] == (3 if fuse == "auto" else 0)
+    base = {name: p for name, p in engine.module.named_parameters() if "proj.base_layer.weight" in name}
+    assert {p.ds_tensor.device.type for p in base.values()} == {"cpu"}
+    said, found = [], []
+    engine.fp8.health.say = said.append
 
-    def __init__(self, graph, dpo, dropout=0.0, fuse="auto", frozen="sharded"):
-        self._graph, self._dpo, self._dropout, self._fuse, self._frozen = graph, dpo, dropout, fuse, frozen
+    def scores(tokens):
+        logits = engine(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+        return -F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(-1)
 
-    def __call__(self, _=None):
-        import deepspeed
-        import peft
-        from torch.nn import functional as F
-        from transformers import AutoModelForCausalLM, Qwen2Config
-
-        import ds_fp8
-
-        sizes = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            shape = Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=VOCABULARY)
-            model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
-            options = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-            adapters = peft.LoraConfig(**options, lora_dropout=self._dropout, init_lora_weights=False)
-            model = peft.get_peft_model(model, adapters).bfloat16()
-        original = {name: p.detach().clone() for name, p in model.named_parameters()}
-        section = {"preset": "hybrid_fast", "graph": self._graph, "fuse": self._fuse, "monitor": {"every": 0}}
-        section["param_gather"] = {"frozen": self._frozen}
-        config = models.config(section) | {"train_micro_batch_size_per_gpu": 2}
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        engine = ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0]
-        assert engine.fp8.report["fused_layers"] == (3 if self._fuse == "auto" else 0)
-        base = {name: p for name, p in engine.module.named_parameters() if "proj.base_layer.weight" in name}
-        assert {p.ds_tensor.device.type for p in base.values()} == {"cpu"}
-        said = []
-        engine.fp8.health.say = said.append
-
-        def scores(tokens):
-            logits = engine(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-            return -F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").sum(-1)
-
-        losses = []
-        with sdpa_kernel(SDPBackend.MATH):
-            for step in range(16):
-                tokens = torch.cat([batch(2 * step, LENGTH), batch(2 * step + 1, LENGTH)])
-                if self._dpo:
-                    ours = scores(tokens)
-                    with torch.no_grad(), engine.module.disable_adapter():
-                        theirs = scores(tokens)
-                    chosen, rejected = (ours - theirs).chunk(2)
-                    loss = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-                else:
-                    loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append((loss.item(), float(engine.get_global_grad_norm())))
-        graphs = engine.fp8.graphs
-        outcome = (engine.fp8.why_no_graphs, 0) if graphs is None else (graphs.off, graphs.captured)
-        with deepspeed.zero.GatheredParameters(list(base.values())):
-            assert all(torch.equal(p, original[name]) for name, p in base.items())
-        engine.destroy()
-        assert {p.ds_tensor.device.type for p in base.values()} == {"cuda"}
-        return losses, outcome, said
+    with sdpa_kernel(SDPBackend.MATH):
+        for step in range(16):
+            tokens = torch.cat([batch(2 * step, LENGTH), batch(2 * step + 1, LENGTH)])
+            if dpo:
+                ours = scores(tokens)
+                with torch.no_grad(), engine.module.disable_adapter():
+                    theirs = scores(tokens)
+                chosen, rejected = (ours - theirs).chunk(2)
+                loss = -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+            else:
+                loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+            found.append((models.take_step(engine, loss), float(engine.get_global_grad_norm())))
+    graphs = engine.fp8.graphs
+    outcome = (engine.fp8.why_no_graphs, 0) if graphs is None else (graphs.off, graphs.captured)
+    with deepspeed.zero.GatheredParameters(list(base.values())):
+        assert all(torch.equal(p, original[name]) for name, p in base.items())
+    engine.destroy()
+    assert {p.ds_tensor.device.type for p in base.values()} == {"cuda"}
+    return found, outcome, said
 
 
-@pytest.mark.parametrize("world", worlds())
+@worlds
 @pytest.mark.parametrize(("dpo", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.1)])
-def test_fused_adapters_train_as_graphs_by_themselves(gpu_ranks, world, dpo, dropout):
-    launched, captured = (gpu_ranks(world, WithAdapters(graph, dpo, dropout)) for graph in ("off", "auto"))
-    for theirs, ours in zip(launched, captured, strict=True):
-        assert ours[0] == theirs[0]
-        assert ours[1] == (None, 1), ours[2]
+@on_ranks(fixture="gpu_ranks")
+def test_fused_adapters_train_as_graphs_by_themselves(world, dpo, dropout):
+    theirs, ours = both("auto", with_adapters, dpo=dpo, dropout=dropout)
+    assert ours[0] == theirs[0]
+    assert ours[1] == (None, 1), ours[2]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize("graph", ["off", "auto"])
-def test_a_base_that_every_gpu_has_whole_trains_the_same_adapters(gpu_ranks, graph):
-    sharded, whole = (gpu_ranks(2, WithAdapters(graph, False, frozen=codes)) for codes in ("sharded", "whole"))
-    for theirs, ours in zip(sharded, whole, strict=True):
-        assert ours[:2] == theirs[:2], ours[2]
+@on_ranks(2, "gpu_ranks")
+def test_a_base_that_every_gpu_has_whole_trains_the_same_adapters(graph):
+    theirs, ours = (with_adapters(graph, frozen=codes) for codes in ("sharded", "whole"))
+    assert ours[:2] == theirs[:2], ours[2]
 
 
-def test_fused_adapters_train_as_those_that_peft_runs(gpu_ranks):
-    fused, unfused = (gpu_ranks(1, WithAdapters("off", False, fuse=fuse))[0][0] for fuse in ("auto", "off"))
+@on_ranks(1, "gpu_ranks")
+def test_fused_adapters_train_as_those_that_peft_runs():
+    fused, unfused = (with_adapters("off", fuse=fuse)[0] for fuse in ("auto", "off"))
     for ours, theirs in zip(fused, unfused, strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=0.02)
         assert ours[1] == pytest.approx(theirs[1], rel=0.2)
@@ -466,8 +415,6 @@ SCHEDULE = {"factor": 1.0}
 
 
 def scheduled_attention(module, query, *args, **kwargs):
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     return sdpa_attention_forward(module, query * SCHEDULE["factor"], *args, **kwargs)
 
 
@@ -475,24 +422,14 @@ def change_the_schedule(engine, step):
     SCHEDULE["factor"] = 30.0 if step >= 6 else 1.0  # step 6 is a check
 
 
-def with_schedule(graph):
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
+@worlds
+@on_ranks(fixture="gpu_ranks")
+def test_a_schedule_in_python_is_found_at_the_next_check(world):
     AttentionInterface.register("scheduled", scheduled_attention)
     AttentionMaskInterface.register("scheduled", sdpa_mask)
-    return trained(graph, attention="scheduled", between=change_the_schedule)
-
-
-@pytest.mark.parametrize("world", worlds())
-def test_a_schedule_in_python_is_found_at_the_next_check(gpu_ranks, world):
-    for theirs, ours in zip(
-        gpu_ranks(world, functools.partial(with_schedule, "off")),
-        gpu_ranks(world, functools.partial(with_schedule, "auto")),
-        strict=True,
-    ):
-        assert_same(ours, theirs)
-        assert "in step 7 the outputs of a graph and of Python differ" in ours[3][0]
+    theirs, ours = both("auto", attention="scheduled", between=change_the_schedule)
+    assert_same(ours, theirs)
+    assert "in step 7 the outputs of a graph and of Python differ" in ours[3][0]
 
 
 def compile_the_module(engine, step):
@@ -500,17 +437,16 @@ def compile_the_module(engine, step):
         engine.compile(backend="eager")
 
 
-def test_a_module_compiled_on_the_way_leaves_its_graphs_and_says_so(gpu_ranks):
-    launched, captured = (
-        gpu_ranks(1, functools.partial(trained, graph, between=compile_the_module))[0] for graph in ("off", "on")
-    )
+@on_ranks(1, "gpu_ranks")
+def test_a_module_compiled_on_the_way_leaves_its_graphs_and_says_so():
+    launched, captured = both(between=compile_the_module)
     assert captured[0] == pytest.approx(launched[0], rel=1e-2)
     assert captured[0][:4] == launched[0][:4]
     assert captured[3] == ("the module is compiled", 0)
     assert captured[4].count("CUDA graphs are off: the module is compiled") == 1
 
 
-@pytest.mark.parametrize("world", worlds())
+@worlds
 def test_process_groups_can_end_before_the_engine(world, tmp_path):
     """As at the end of a script: NCCL would wait for its graphs to be gone."""
     script = Path(__file__).parents[2] / "scripts" / "bench" / "step.py"
@@ -521,37 +457,25 @@ def test_process_groups_can_end_before_the_engine(world, tmp_path):
     assert json.loads((tmp_path / "step.json").read_text())["rows"][0]["graphs"] == 1
 
 
-def stale(_):
-    """Errors of a backward that comes twice."""
-    engine = engine_of("on", "hybrid_fast", 1, 0)
-    found = None
-    for step in range(5):
+@on_ranks(1, "gpu_ranks")
+def test_a_backward_that_comes_twice_is_an_error():
+    engine = engine_of("on")
+    for step in range(4):
         tokens = batch(step, LENGTH)
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
         if step == 3:  # a replay, between two checks
             loss.backward(retain_graph=True)
-            with pytest.raises(RuntimeError, match="has had its backward") as found:
+            with pytest.raises(RuntimeError, match=r'has had its backward(.|\n)*"graph": "off"'):
                 loss.backward()
-            break
-        engine.backward(loss)
-        engine.step()
+        else:
+            models.take_step(engine, loss)
     engine.destroy()
-    return str(found.value)
 
 
-def test_a_backward_that_comes_twice_is_an_error(gpu_ranks):
-    assert '"graph": "off"' in gpu_ranks(1, stale, None)[0]
-
-
-def apart(graph):
+@two_gpus
+@on_ranks(2, "gpu_ranks")
+def test_ranks_with_other_shapes_agree():
     """The ranks' batches have shapes of their own in every second step."""
-    from deepspeed import comm as dist
-
-    return trained(graph, lengths=(LENGTH, LENGTH + 128 * dist.get_rank()), steps=12)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ranks_with_other_shapes_agree(gpu_ranks):
-    for theirs, ours in zip(gpu_ranks(2, apart, "off"), gpu_ranks(2, apart, "on"), strict=True):
-        assert_same(ours, theirs)
-        assert "without CUDA graphs: other ranks have batches of other shapes, or run eagerly" in ours[4]
+    theirs, ours = both(lengths=(LENGTH, LENGTH + 128 * dist.get_rank()), steps=12)
+    assert_same(ours, theirs)
+    assert "without CUDA graphs: other ranks have batches of other shapes, or run eagerly" in ours[4]

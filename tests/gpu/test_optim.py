@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ds_fp8.optim import AdamW
-from ds_fp8.optim.adamw import AdamStep, adamw_step_reference
-from tests.optim.numbers import COAT, dequantized, gradients, moment
+from tests.optim.numbers import COAT, gradients
 from tests.optim.test_adamw import PRECISIONS, moments
 from tests.optim.test_zero import losses
 
@@ -62,31 +61,20 @@ def test_fp32_moments_are_torchs_fused_adamw():
 
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_a_step_makes_the_host_wait_for_nothing(precision):
-    p = parameter(10_000)
-    optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS[precision])
-    take(optimizer, p, 2)
-    grad = torch.randn(10_000, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            p.grad = grad
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("precision", GROUPED)
-def test_a_step_takes_no_memory(precision):
+def test_a_step_waits_for_nothing_and_takes_no_memory(precision):
     p = parameter(1 << 24)
     optimizer = matrix_adamw([p], **HYPERPARAMETERS, **PRECISIONS[precision])
-    take(optimizer, p, 1)
+    take(optimizer, p, 2)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    optimizer.step()
-    assert torch.cuda.max_memory_allocated() == held
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert precision not in GROUPED or torch.cuda.max_memory_allocated() == held
 
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
@@ -122,24 +110,6 @@ def test_more_elements_than_32_bits_count():
     kept = optimizer.state[p]["exp_avg"].narrow(0, numel - 1000, 1000).cpu()
     # The smallest of a group is 2.3 steps of the format: half a step is more than a fifth of it.
     torch.testing.assert_close(kept, 0.1 * last, rtol=0.5 / 2.3, atol=0)
-
-
-@pytest.mark.parametrize("numel", [128 * 64, 100_003])
-@pytest.mark.parametrize("codec", ["e4m3", "e5m2", "fp16", "e4m3_expanded"])
-def test_codes_are_those_of_plain_torch(codec, numel):
-    step = AdamStep(3, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-    first, second = gradients(numel, 3) * 0.1, gradients(numel, 4) ** 2
-    found = []
-    from ds_fp8.optim.adamw_step_triton import adamw_step
-
-    for device, update in (("cpu", adamw_step_reference), ("cuda", adamw_step)):
-        m, v = moment(first, codec, device=device), moment(second, codec, never_zero=True, device=device)
-        update(parameter(numel, device).detach(), gradients(numel, 2).to(device), m, v, step)
-        found.append((m, v))
-    for left, right in zip(*found, strict=True):
-        torch.testing.assert_close(right.scale.cpu(), left.scale, rtol=2.0**-12, atol=0)
-        different = (dequantized(left) - dequantized(right)).abs() > 1e-3 * dequantized(left).abs()
-        assert different.float().mean() < 0.005
 
 
 def test_grad_scaler():

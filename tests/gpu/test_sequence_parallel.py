@@ -1,7 +1,9 @@
 """Attention in FP8 on two GPUs that share sequences, compared with one GPU."""
 
+import contextlib
 import functools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +18,12 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.fp8_attention import fp8_attention
 from ds_fp8.layers.decoder.rotary import HeadLayout
 from ds_fp8.train import packed_attention
-from tests.engine.test_graphs_with_shared_rows import ONE, TWO, trained
+from tests.engine.test_graphs_of_rows import TWO, WHOLE, trained
 from tests.engine.test_sequence_parallel import losses
 from tests.layers.hugging_face import causal_lm
 from tests.layers.test_sequence_parallel import shared
 from tests.numerics import error
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 
 UNAVAILABLE = fp8_attention_cudnn.unavailable()
@@ -35,14 +38,45 @@ NAMES = ("output", "dq", "dk", "dv")
 DEVICE = "cuda"
 
 
-def operands(heads, kv_heads, length):
-    """q, k, v [1, heads, S, D] and the output's gradient, whose spread differs by token; the same on all ranks."""
+def operands(heads, kv_heads, rows, length, by_head=False):
+    """q, k, v [B, heads, S, D] and the output's gradient, whose spread differs by token, or that of all by head too."""
     generator = torch.Generator().manual_seed(length)
     layout = HeadLayout(heads, kv_heads, FEATURES)
-    qkv = torch.randn(length, sum(layout.sizes), generator=generator).bfloat16()
-    spread = torch.randn(1, length, 1, 1, generator=generator).exp()
-    gradient = 1e-4 * spread * torch.randn(1, length, heads, FEATURES, generator=generator)
-    return [x.to(DEVICE) for x in layout.split(qkv, 1, length)], gradient.bfloat16().to(DEVICE)
+    qkv = torch.randn(rows * length, sum(layout.sizes), generator=generator)
+    gradient = 1e-4 * torch.randn(rows, length, heads, FEATURES, generator=generator)
+    if by_head:
+        for x in (qkv.view(rows, length, -1, FEATURES), gradient):
+            x *= 2.0 ** torch.randint(-6, 6, (rows, length, x.shape[2], 1), generator=generator)
+    else:
+        gradient *= torch.randn(rows, length, 1, 1, generator=generator).exp()
+    return [x.to(DEVICE) for x in layout.split(qkv.bfloat16(), rows, length)], gradient.bfloat16().to(DEVICE)
+
+
+@contextlib.contextmanager
+def attention_of(heads, kv_heads, positions, setting=None):
+    """Attention in FP8 of this rank's tokens of rows at these positions, as a model's layer has it."""
+    packed_attention.register()
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": FEATURES}
+    model = causal_lm("qwen3", **sizes, attn_implementation="packed").to(DEVICE)
+    with shared(model, len(positions)), setting or contextlib.nullcontext():
+        convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, "attention": {"format": "e4m3"}}}))
+        own = {"position_ids": mine(positions, 1).contiguous().to(DEVICE)}
+        attention = functools.partial(ALL_ATTENTION_FUNCTIONS["fp8_packed"], model.model.layers[0].self_attn)
+
+        def of_slices(inputs, gradient):
+            return step(
+                lambda q, k, v: attention(q, k, v, None, **own)[0], [mine(x, 2) for x in inputs], mine(gradient, 1)
+            )
+
+        yield of_slices
+
+
+@contextlib.contextmanager
+def silent():
+    """Nothing is said to stay in BF16 inside."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def step(attention, inputs, gradient):
@@ -81,27 +115,15 @@ def shared_and_whole(heads, kv_heads, counts, long):
 
     Every rank computes the heads of both ranks, too, and compares its own tokens.
     """
-    documents.LONG, before = long, documents.LONG
     torch.use_deterministic_algorithms(True, warn_only=True)
-    packed_attention.register()
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": FEATURES}
-    model = causal_lm("qwen3", **sizes, attn_implementation="packed").to(DEVICE)
-    inputs, gradient = operands(heads, kv_heads, sum(counts))
-    positions = torch.cat([torch.arange(count) for count in counts])[None].to(DEVICE)
-    try:
-        with shared(model, 1), warnings.catch_warnings():
-            warnings.simplefilter("error")  # nothing is said to stay in BF16
-            convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, "attention": {"format": "e4m3"}}}))
-            module = model.model.layers[0].self_attn
-            attention = functools.partial(ALL_ATTENTION_FUNCTIONS["fp8_packed"], module)
-            found = step(
-                lambda q, k, v: attention(q, k, v, None, position_ids=mine(positions, 1).contiguous())[0],
-                [mine(x, 2) for x in inputs],
-                mine(gradient, 1),
-            )
-    finally:
-        documents.LONG = before
-        torch.use_deterministic_algorithms(False)
+    inputs, gradient = operands(heads, kv_heads, 1, sum(counts))
+    positions = torch.cat([torch.arange(count) for count in counts])[None]
+    with (
+        mock.patch.object(documents, "LONG", long),
+        attention_of(heads, kv_heads, positions, silent()) as attend,
+    ):
+        found = attend(inputs, gradient)
+    torch.use_deterministic_algorithms(False)
     in_fp8, in_fp32 = (functools.partial(by_document, attend, counts) for attend in (fp8_attention, exact))
     parts = [of_heads(in_fp8, place, inputs, gradient) for place in range(RANKS)]
     outputs, *gradients = zip(*parts, strict=True)
@@ -132,35 +154,17 @@ def test_attention_of_two_gpus_is_that_of_one(gpu_ranks, heads, kv_heads, counts
             assert to_fp32[name] < 1.1 * of_one[name], name
 
 
-def second_layer_without_waiting(length):
-    """Attention of a second layer and its backward, where the host may not wait for the device."""
-    packed_attention.register()
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": FEATURES}
-    model = causal_lm("qwen3", **sizes, attn_implementation="packed").to(DEVICE)
-    inputs, gradient = operands(4, 2, length)
-    positions = mine(torch.arange(length)[None], 1).contiguous().to(DEVICE)
-    with shared(model, 1):
-        convert(model, parse_fp8({"fp8": {"monitor": {"every": 0}, "attention": {"format": "e4m3"}}}))
-        attention = functools.partial(ALL_ATTENTION_FUNCTIONS["fp8_packed"], model.model.layers[0].self_attn)
-
-        def layer():
-            return step(
-                lambda q, k, v: attention(q, k, v, None, position_ids=positions)[0],
-                [mine(x, 2) for x in inputs],
-                mine(gradient, 1),
-            )
-
-        layer()  # finds documents, and the kernels their plans
+@on_ranks(RANKS, "gpu_ranks")
+def test_only_the_first_layer_waits_for_the_device():
+    given = operands(4, 2, 1, 2048)
+    with attention_of(4, 2, torch.arange(2048)[None]) as layer:
+        layer(*given)  # finds documents, and the kernels their plans
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            layer()
+            layer(*given)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def test_only_the_first_layer_waits_for_the_device(gpu_ranks):
-    gpu_ranks(RANKS, second_layer_without_waiting, 2048)
 
 
 @pytest.mark.ranks
@@ -188,7 +192,7 @@ def own_ranks():
 @pytest.mark.parametrize(("attention", "number_format"), [("sdpa", "bf16"), ("packed", "bf16"), ("packed", "e4m3")])
 def test_graphs_of_rows_that_two_gpus_share(own_ranks, attention, number_format):
     """Forward, backward, exchanges, gathers and reductions in one graph, over two NCCL communicators: a hang shows."""
-    arguments = attention, number_format, [*[ONE] * 12, TWO, *[ONE] * 3]
+    arguments = attention, number_format, [*[WHOLE] * 12, TWO, *[WHOLE] * 3]
     eager = own_ranks(trained, *arguments, False)
     graphs = own_ranks(trained, *arguments, True)
     for (losses_of_graphs, sent, log, said), (wanted, wanted_bytes, _, _) in zip(graphs, eager, strict=True):

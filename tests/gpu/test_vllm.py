@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from unittest import mock
 
 import pytest
 
-from ds_fp8.config.errors import UserError
-from tests.integrations.vllm_models import engine_of, step, unequal
+from tests.integrations.vllm_models import engine_of, refusal, step, unequal
 from tests.ranks import RankPools
 
 pytestmark = pytest.mark.gpu
@@ -67,11 +67,7 @@ def fp32_scales(folder: str) -> str:
     engine = engine_of("qwen3", {"linear": {"weight": {"scale": "fp32"}}}, "cuda", head_dim=128)
     export_engine(engine, folder)
     llm = LLM(folder, **SMALL, weight_transfer_config=transfer_config())
-    try:
-        sync_weights(engine, llm)
-    except UserError as error:
-        return str(error)
-    return "accepted"
+    return refusal(sync_weights, engine, llm)
 
 
 def words():
@@ -137,17 +133,10 @@ def behind_an_address(folder: str) -> dict:
         shared = vllm._buffer.memory.data_ptr()
         vllm.sync_weights(engine, server.url, chunk_bytes=200_000)
         result |= {"again": server.ask(), "one_buffer": shared == vllm._buffer.memory.data_ptr()}
-        try:
-            vllm.sync_weights(engine, server.url, pause=None)
-        except UserError as error:
-            result["unpaused"] = str(error)
+        result["unpaused"] = refusal(vllm.sync_weights, engine, server.url, pause=None)
         # One of its GPUs alone would do; with none of them nothing is begun, and the server goes on.
-        own, vllm.gpu_of_this_process = vllm.gpu_of_this_process, lambda: "GPU-0"
-        try:
-            vllm.sync_weights(engine, server.url)
-        except UserError as error:
-            result["elsewhere"] = str(error)
-        vllm.gpu_of_this_process = own
+        with mock.patch.object(vllm, "gpu_of_this_process", return_value="GPU-0"):
+            result["elsewhere"] = refusal(vllm.sync_weights, engine, server.url)
         result["unharmed"] = server.ask()
     export_engine(engine, f"{folder}_new", tokenizer=words().save_pretrained)
     with Serving(f"{folder}_new") as server:

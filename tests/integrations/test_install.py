@@ -1,21 +1,31 @@
-"""`install` and `python -m ds_fp8`: what other programs' calls of deepspeed.initialize become."""
+"""install and python -m ds_fp8, the plugin for Axolotl, and what loaders tell of their batches."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import io
 import json
 import sys
+from types import ModuleType, SimpleNamespace
 
 import deepspeed
 import pytest
+import torch
+import yaml
+from accelerate import data_loader
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed import comm as dist
+from torch import nn
 
 import ds_fp8
 from ds_fp8.__main__ import main
 from ds_fp8.config.errors import UserError
-from ds_fp8.integrations.install import with_section
+from ds_fp8.graphs.conditions import rows_in_a_graph
+from ds_fp8.integrations.install import uninstall, with_section
+from ds_fp8.layers.attention import documents
+from tests.integrations.test_examples import EXAMPLES
 from tests.zero.models import Net, config
 
 
@@ -159,3 +169,113 @@ def test_a_configuration_without_a_section_is_said_or_refused(ranks, tmp_path, s
         assert "ds_fp8: " not in said[1]
     for section in ({"preset": "rowwise"}, {"enabled": False}):  # asked for, or asked not to be
         assert not any('no "fp8"' in words for words in ranks(2, start_without_section, tmp_path, strict, section))
+
+
+# -------------------- what Accelerate's loader moves to a device is known on the host
+
+
+# A tensor on it has no values: whoever reads one raises, as whoever waits for a GPU does not.
+ELSEWHERE = torch.device("meta")
+
+
+@pytest.fixture
+def loader():
+    """Accelerate's loader of these batches, on a device."""
+    ds_fp8.install()
+
+    def load(*batches):
+        loader = torch.utils.data.DataLoader(list(batches), batch_size=None)
+        return list(data_loader.prepare_data_loader(loader, device=ELSEWHERE, put_on_device=True, even_batches=False))
+
+    yield load
+    uninstall()
+
+
+def batch(mask, positions=None):
+    found = {"input_ids": torch.ones(2, 4, dtype=torch.int64)}
+    if mask is not None:
+        found["attention_mask"] = torch.tensor(mask)
+    if positions is not None:
+        found["position_ids"] = torch.tensor(positions)
+    return found
+
+
+ONES, PADDED = [[1, 1, 1, 1]] * 2, [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def test_masks_are_known_without_a_wait(loader):
+    whole, padded = loader(batch(ONES), batch(PADDED))
+    assert whole["attention_mask"].device == ELSEWHERE
+    for _ in range(2):
+        assert rows_in_a_graph(nn.Identity(), whole) == (0, None)
+        assert "padded" in rows_in_a_graph(nn.Identity(), padded)[1]
+
+
+def test_positions_are_known_without_a_wait(loader):
+    (one,) = loader(batch(None, [[0, 1, 2, 3]] * 2))
+    assert rows_in_a_graph(nn.Identity(), one) == (0, None)
+    (several,) = loader(batch(None, [[0, 1, 0, 1], [0, 1, 2, 3]]))
+    assert documents.count(several["position_ids"]) == 3
+
+
+def test_a_mask_that_is_written_to_is_read_again(loader):
+    (moved,) = loader(batch(ONES))
+    moved["attention_mask"].zero_()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        rows_in_a_graph(nn.Identity(), moved)
+
+
+def test_without_it_somebody_waits(loader):
+    uninstall()
+    (moved,) = loader(batch(ONES))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        rows_in_a_graph(nn.Identity(), moved)
+
+
+def test_a_mask_is_read_once():
+    mask = torch.tensor(PADDED)
+    assert not documents.is_full(mask)
+    mask.data = torch.ones(2, 4, dtype=torch.int64)  # which no version tells of: only a note does not see it
+    assert not documents.is_full(mask)
+    mask.fill_(1)
+    assert documents.is_full(mask)
+    mask[0, 0] = 0
+    assert not documents.is_full(mask)
+    with torch.inference_mode():
+        assert documents.is_full(torch.ones(2, 3))
+
+
+# -------------------- the plugin for Axolotl; without Axolotl, below a class of the same name and method
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """The plugin that the example's YAML names, made as Axolotl makes it: module, then class, without arguments."""
+    if not importlib.util.find_spec("axolotl"):
+        base = ModuleType("axolotl.integrations.base")
+        base.BasePlugin = type("BasePlugin", (), {"pre_model_load": lambda self, cfg: None})
+        for name in ("axolotl", "axolotl.integrations"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, base.__name__, base)
+    (name,) = yaml.safe_load((EXAMPLES / "axolotl.yaml").read_text())["plugins"]
+    module, _, kind = name.rpartition(".")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    yield getattr(importlib.import_module(module), kind)()
+    ds_fp8.uninstall()
+
+
+def test_the_plugin_installs_before_the_model_is_built(plugin):
+    before = deepspeed.initialize
+    plugin.pre_model_load(SimpleNamespace(fp8=False, deepspeed="zero3.json"))
+    assert deepspeed.initialize is not before
+    ds_fp8.uninstall()
+    assert deepspeed.initialize is before
+
+
+@pytest.mark.parametrize(
+    ("cfg", "key"), [({"fp8": True, "deepspeed": "zero3.json"}, "fp8"), ({"fp8": None, "deepspeed": None}, "deepspeed")]
+)
+def test_recipes_that_could_not_train_in_fp8_are_refused(plugin, cfg, key):
+    with pytest.raises(UserError) as caught:
+        plugin.pre_model_load(SimpleNamespace(**cfg))
+    assert caught.value.key == key

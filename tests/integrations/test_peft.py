@@ -21,6 +21,7 @@ from ds_fp8.train import Lora
 from ds_fp8.train.adapters import add_adapters, with_adapters_merged
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
+from tests.on_ranks import on_ranks
 from tests.zero import models
 
 FP8 = {"monitor": {"every": 0}}
@@ -143,20 +144,12 @@ def engine_of(model, section, seed=2):
     return initialize(model=model, model_parameters=trained, config=config)[0]
 
 
-def added_later(section):
-    """What a forward says of adapters that were added to an engine's model."""
-    engine = engine_of(causal_lm("llama"), section)
+@on_ranks(1)
+def test_adapters_of_an_engines_model_are_refused_at_the_first_forward():
+    engine = engine_of(causal_lm("llama"), FP8)
     get_peft_model(engine.module, FUSED["plain"].config())
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"lora_A(.|\n)*would not be trained(.|\n)*before deepspeed\.initialize"):
         engine(input_ids=tokens(100))
-    return str(caught.value)
-
-
-def test_adapters_of_an_engines_model_are_refused_at_the_first_forward(ranks):
-    (said,) = ranks(1, added_later, FP8)
-    assert "lora_A" in said
-    assert "would not be trained" in said
-    assert "before deepspeed.initialize" in said
 
 
 def adapted(folder, case):
@@ -230,22 +223,26 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_trained_and_loaded_by_peft_alone(ranks, folder, name):
+@on_ranks(2)
+def test_trained_and_loaded_by_peft_alone(folder, name):
     case = CASES[name]
-    plain, found = (ranks(2, trained, folder, case, section)[0] for section in (None, FP8))
+    plain, found = (trained(folder, case, section) for section in (None, FP8))
     assert found["fused"] == case.fused
     assert found["losses"] == pytest.approx(plain["losses"], rel=0.005)
     assert found["gradients"].keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():
         assert error(found["gradients"][name], gradient) < 0.35, name  # a router's; others 0.25
-    assert found["unlike"] == plain["unlike"] == []
-    assert found["logits"] < 0.08
-    assert plain["logits"] < 0.001 < 0.005 < plain["off"]
-    assert found.get("merged", 0) < 0.02
+    if dist.get_rank() == 0:
+        assert found["unlike"] == plain["unlike"] == []
+        assert found["logits"] < 0.08
+        assert plain["logits"] < 0.001 < 0.005 < plain["off"]
+        assert found.get("merged", 0) < 0.02
 
 
-def resumed(folder, section, whole):
-    """Losses and weights of two steps behind a checkpoint, and those of another engine that has loaded it."""
+@pytest.mark.parametrize(("section", "whole"), [(FP8, True), (FP8 | {"preset": "precise"}, False)])
+@on_ranks(2)
+def test_fused_adapters_resume_bit_by_bit(folder, section, whole):
+    """Two steps behind a checkpoint, and those of another engine that has loaded it."""
     dropping = lora(lora_dropout=0.1)
     first, second = (engine_of(adapted(folder, dropping), section, seed) for seed in (2, 3))
     steps(first, 0, 2)
@@ -253,42 +250,32 @@ def resumed(folder, section, whole):
     steps(second, 7, 8)
     second.load_checkpoint(folder / "checkpoint", load_module_strict=whole)
     assert first.fp8.report["fused_layers"] == 2
-    found = [(steps(engine, 2, 4), engine._zero3_consolidated_16bit_state_dict()) for engine in (first, second)]
+    (losses, state), (expected, theirs) = (
+        (steps(engine, 2, 4), engine._zero3_consolidated_16bit_state_dict()) for engine in (first, second)
+    )
     first.destroy()
     second.destroy()
-    return found
+    assert losses == expected
+    assert state is theirs is None or all(torch.equal(state[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(("section", "whole"), [(FP8, True), (FP8 | {"preset": "precise"}, False)])
-def test_fused_adapters_resume_bit_by_bit(ranks, folder, section, whole):
-    for (losses, state), (expected, theirs) in ranks(2, resumed, folder, section, whole):
-        assert losses == expected
-        assert state is theirs is None or all(torch.equal(state[name], theirs[name]) for name in theirs)
-
-
-def merged(folder):
-    """Logits of a live engine: with adapters, without, merged, unmerged; losses of the step that follows."""
+@on_ranks(2)
+def test_adapters_merged_into_a_live_engine_and_taken_out_again(folder):
     engine = engine_of(adapted(folder, FUSED["plain"]), FP8)
     steps(engine, 0, 2)
-    logits = [logits_of(engine)]
+    logits = logits_of(engine)
     with engine.module.disable_adapter():
-        logits.append(logits_of(engine))
-    for change in ("merge", "unmerge"):
+        assert error(logits_of(engine), logits) > 0.3
+    # Weights with adapters are cast as they are together.
+    for change, bound in (("merge", 0.12), ("unmerge", 0.06)):
         for layer in [module for module in engine.module.modules() if hasattr(module, "lora_A")]:
             with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
                 getattr(layer, change)()
-        logits.append(logits_of(engine))
+        assert error(logits_of(engine), logits) < bound
     losses = steps(engine, 2, 3)
     engine.destroy()
-    return logits, losses
-
-
-def test_adapters_merged_into_a_live_engine_and_taken_out_again(ranks, folder):
-    (logits, without, merged_in, taken_out), losses = ranks(2, merged, folder)[0]
-    assert error(without, logits) > 0.3
-    assert error(merged_in, logits) < 0.12  # weights with adapters are cast as they are together
-    assert error(taken_out, logits) < 0.06
-    assert losses == pytest.approx(ranks(2, trained, folder, FUSED["plain"], None)[0]["losses"][2:], rel=0.01)
+    plain = trained(folder, FUSED["plain"], None)
+    assert losses == pytest.approx(plain["losses"][2:], rel=0.01)
 
 
 def several(folder, section):
@@ -311,12 +298,13 @@ def several(folder, section):
     return losses, *logits, unlike
 
 
-def test_one_of_several_adapters(ranks, folder):
-    plain, found = (ranks(2, several, folder, section)[0] for section in (None, FP8))
+@on_ranks(2)
+def test_one_of_several_adapters(folder):
+    plain, found = (several(folder, section) for section in (None, FP8))
     assert found[0] == pytest.approx(plain[0], rel=0.005)
     assert max(error(found[i], plain[i]) for i in (1, 2)) < 0.12
     assert error(found[1], found[2]) > 0.4
-    assert found[3] == plain[3] == []
+    assert (found[3] or plain[3] or []) == []
 
 
 def test_a_stage_merges_transposed_weights_and_embeddings():

@@ -23,6 +23,7 @@ from tests.integrations.programs import (
     small_tokenizer,
     training_arguments,
 )
+from tests.on_ranks import on_ranks
 
 STEPS = 6
 FP8 = {"monitor": {"every": 0}}
@@ -141,15 +142,17 @@ PROGRAMS = {
 
 
 def ran(folder, program, options):
-    """What each engine that trains did and said."""
+    """(why graphs are off, how many were captured, what they did and said) of the one engine that trains."""
     with installed(), in_every_engine() as made:
         program(folder, **options)
-        return [(graphs.off, graphs.captured, list(graphs.log), said) for graphs, said in made]
+        ((graphs, said),) = made
+        return graphs.off, graphs.captured, list(graphs.log), said
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_micro_steps_run_as_graphs(ranks, tmp_path, program):
-    ((off, captured, log, said),) = ranks(1, ran, tmp_path, *PROGRAMS[program])[0]
+@on_ranks(1)
+def test_micro_steps_run_as_graphs(tmp_path, program):
+    off, captured, log, said = ran(tmp_path, *PROGRAMS[program])
     assert off is None
     assert captured >= 1, said
     assert "replayed for 0" in log
@@ -157,14 +160,10 @@ def test_micro_steps_run_as_graphs(ranks, tmp_path, program):
     assert not [line for line in said if line.startswith("without CUDA graphs")]
 
 
-def test_few_lengths_of_accumulated_micro_batches_are_not_called_many(ranks, tmp_path):
-    options = {"lengths": (12, 13, 14, 15), "gradient_accumulation_steps": 2, "max_steps": 12}
-    ((_, _, _, said),) = ranks(1, ran, tmp_path, sft, options)[0]
+@on_ranks(1)
+def test_few_lengths_of_accumulated_micro_batches_are_not_called_many_and_many_get_none(tmp_path):
+    *_, said = ran(tmp_path, sft, {"lengths": (12, 13, 14, 15), "gradient_accumulation_steps": 2, "max_steps": 12})
     assert not [line for line in said if "more than 8 shapes" in line]
-
-
-def test_rows_of_many_lengths_get_none_and_say_so(ranks, tmp_path):
-    options = {"lengths": tuple(range(12, 32)), "max_steps": 10}
-    ((off, captured, _, said),) = ranks(1, ran, tmp_path, sft, options)[0]
+    off, captured, _, said = ran(tmp_path, sft, {"lengths": tuple(range(12, 32)), "max_steps": 10})
     assert (off, captured) == (None, 0)
     assert said == ["without CUDA graphs: batches have more than 8 shapes; one that comes often is captured"]

@@ -56,10 +56,7 @@ def go_on(folder) -> list[float]:
     engine = ds_fp8.initialize(model=model, model_parameters=model.parameters(), config=TRAINING)[0]
     assert engine.fp8.report["fp8_linears"] == 14
     rows = torch.stack([row["input_ids"] for row in counting(8)])
-    losses = []
-    for _ in range(4):
-        losses.append(take_step(engine, engine(input_ids=rows, labels=rows).loss))
-    return losses
+    return [take_step(engine, engine(input_ids=rows, labels=rows).loss) for _ in range(4)]
 
 
 def test_weights_trained_with_torchao_go_on_here(ranks, tmp_path):

@@ -1,17 +1,20 @@
-"""transformers' Trainer with an "fp8" section: the same numbers as a plain loop over ds_fp8.initialize."""
+"""Trainer and Accelerate with an fp8 section: the same numbers as a plain loop over ds_fp8.initialize."""
 
 from __future__ import annotations
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer
 
 import ds_fp8
-from ds_fp8.graphs import host_checkpoints
+from ds_fp8.graphs.host_checkpoints import HostCheckpoints
 from tests.integrations.programs import counting, deepspeed_config, history, installed, small_model, training_arguments
+from tests.on_ranks import on_ranks
 
 STEPS = 4
 
@@ -57,47 +60,35 @@ def plainly_trained(folder, fp8):
     return losses
 
 
-def accumulating(folder, fp8):
-    return trained(folder, fp8, gradient_accumulation_steps=2, gradient_checkpointing=True)
-
-
 @pytest.mark.parametrize(("fp8", "reduced_in"), [({}, "e4m3"), ({"preset": "coat"}, "bf16")], ids=["infir2", "coat"])
-def test_losses_equal_a_plain_loops(ranks, tmp_path, fp8, reduced_in):
-    losses, _, report = ranks(2, accumulating, tmp_path, fp8)[0]
+@on_ranks(2)
+def test_losses_equal_a_plain_loops(tmp_path, fp8, reduced_in):
+    losses, _, report = trained(tmp_path, fp8, gradient_accumulation_steps=2, gradient_checkpointing=True)
     assert report["fp8_linears"] == 14
     assert (report["param_gather"], report["grad_reduce"]) == ("e4m3", reduced_in)
-    assert losses == pytest.approx(ranks(2, plainly_trained, tmp_path, fp8)[0], rel=1e-6)
+    assert losses == pytest.approx(plainly_trained(tmp_path, fp8), rel=1e-6)
 
 
-def with_inputs_on_the_host(folder, on_host):
-    """Losses, and whether layers' inputs waited on the host by DeepSpeed's key."""
-    kept, pack = [], host_checkpoints.HostCheckpoints._pack
-    host_checkpoints.HostCheckpoints._pack = lambda self, x: kept.append(x.shape) or pack(self, x)
-    try:
+@on_ranks(2)
+def test_deepspeeds_key_keeps_inputs_of_layers_on_the_host(tmp_path):
+    losses, counts = [], []
+    for on_host in (False, True):
         sections = {"activation_checkpointing": {"cpu_checkpointing": on_host}}
-        losses = trained(folder, {}, sections, gradient_checkpointing=True)[0]
-    finally:
-        host_checkpoints.HostCheckpoints._pack = pack
-    return losses, len(kept)
+        with mock.patch.object(HostCheckpoints, "_pack", autospec=True, side_effect=HostCheckpoints._pack) as pack:
+            losses.append(trained(tmp_path, {}, sections, gradient_checkpointing=True)[0])
+        counts.append(pack.call_count)
+    assert losses[0] == losses[1]
+    assert (len(losses[0]), counts) == (STEPS, [0, 2 * STEPS])
 
 
-def test_deepspeeds_key_keeps_inputs_of_layers_on_the_host(ranks, tmp_path):
-    plain, kept = ranks(2, with_inputs_on_the_host, tmp_path, False)[0]
-    assert (len(plain), kept) == (STEPS, 0)
-    assert ranks(2, with_inputs_on_the_host, tmp_path, True)[0] == (plain, 2 * STEPS)
-
-
-def with_both_optimizers(folder):
-    """COAT's moments with the optimizer that Trainer makes, then with the section that Accelerate fills in."""
+@on_ranks(2)
+def test_compressed_moments_with_trainers_own_optimizer_and_with_one_in_the_configuration(tmp_path):
+    """The section is one that Accelerate fills in."""
     more = {"warmup_steps": 1, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
     section = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step")
-        return [trained(folder, {"preset": "coat"}, sections, **more) for sections in ({}, section)]
-
-
-def test_compressed_moments_with_trainers_own_optimizer_and_with_one_in_the_configuration(ranks, tmp_path):
-    trainers, sections = ranks(2, with_both_optimizers, tmp_path)[0]
+        trainers, sections = (trained(tmp_path, {"preset": "coat"}, sections, **more) for sections in ({}, section))
     for losses, _, report in (trainers, sections):
         assert report["optimizer"] == "ds_fp8.optim.AdamW"
         assert report["moment_bytes_per_parameter"] < 2.1
@@ -126,10 +117,11 @@ def saving(folder, resume):
         return history(trainer, "loss"), accuracies, best
 
 
-def test_checkpoints_resume_bit_for_bit_and_hold_a_model(ranks, tmp_path):
-    losses, accuracies, best = ranks(2, saving, tmp_path, False)[0]
-    assert losses == ranks(2, trained, tmp_path, {})[0][0]  # looking at the weights changes nothing
-    assert ranks(2, saving, tmp_path, True)[0][0] == losses
+@on_ranks(2)
+def test_checkpoints_resume_bit_for_bit_and_hold_a_model(tmp_path):
+    losses, accuracies, best = saving(tmp_path, False)
+    assert losses == trained(tmp_path, {})[0]  # looking at the weights changes nothing
+    assert saving(tmp_path, True)[0] == losses
     assert len(accuracies) == 2
     assert 0 < accuracies[-1] <= 1
     stored = AutoModelForCausalLM.from_pretrained(best, dtype=torch.bfloat16)
@@ -137,3 +129,37 @@ def test_checkpoints_resume_bit_for_bit_and_hold_a_model(ranks, tmp_path):
     with torch.no_grad():
         loss = stored(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss
     assert loss.item() < losses[0] - 0.1
+
+
+# -------------------- Accelerate alone
+
+
+def accelerated(section, default):
+    """Losses of a loop over Accelerate's prepare and backward, and the start report."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    model = small_model()
+    with installed(default):
+        plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(section))
+        accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16")
+        rows = DataLoader(counting(), batch_size=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+        losses = []
+        for _, batch in zip(range(4), rows, strict=False):
+            loss = engine(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, engine.fp8.report
+
+
+@on_ranks(2)
+def test_a_section_and_a_default_are_the_same():
+    losses, report = accelerated({"preset": "coat"}, None)
+    assert report["optimizer"] == "ds_fp8.optim.AdamW"
+    assert report["fp8_linears"] == 14
+    assert losses == accelerated(None, "coat")[0]
+    assert losses[-1] < losses[0] - 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 import threading
@@ -17,7 +18,8 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.integrations import vllm
 from tests.export.trained import gather_failing
-from tests.integrations.vllm_models import engine_of
+from tests.integrations.vllm_models import engine_of, refusal
+from tests.on_ranks import on_ranks
 
 
 class StandIn(ThreadingHTTPServer):
@@ -83,44 +85,69 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def said(url: str, pause: str | None, timeout: float = 20, fp8: dict | None = None, **shape: int) -> str:
-    try:
-        vllm.sync_weights(engine_of("llama", fp8 or {}, **shape), url, pause=pause, timeout=timeout)
-    except UserError as error:
-        return str(error)
-    return "accepted"
+def said(calls: list[tuple[str, dict]], fp8: dict | None = None, **shape: int) -> list[str]:
+    """What is said of syncs of one engine to servers."""
+    engine = engine_of("llama", fp8 or {}, **shape)
+    return [refusal(vllm.sync_weights, engine, url, **{"timeout": 20, **options}) for url, options in calls]
 
 
-def said_of(url: str, fp8: dict, width: int) -> str:
-    return said(url, "wait", fp8=fp8, hidden_size=width, intermediate_size=2 * width, head_dim=width // 4)
-
-
-def said_with_buffers(url: str, full: int | None, syncs: int = 1) -> tuple[str, int]:
-    """Sync where buffers can be shared, as on GPUs; rank `full` has no memory. Return what is said, and the handles."""
-    made = []
+def said_with_buffers(urls: list[str], full: int | None = None) -> list[tuple[str, int]]:
+    """The same where buffers can be shared, as on GPUs, with the handles made; rank `full` has no memory."""
+    engine, found, made = engine_of("llama", {}), [], []
     vllm._handles = lambda buffer: made.append(buffer.numel()) or {str(dist.get_rank()): []}
     vllm._buffer = vllm.SharedBuffer()
     if dist.get_rank() == full:
         vllm._buffer.filled = lambda *_: torch.empty(1 << 60)
-    engine = engine_of("llama", {})
-    try:
-        for _ in range(syncs):
-            vllm.sync_weights(engine, url, timeout=20, chunk_bytes=200_000)
-    except UserError as error:
-        return str(error), len(made)
-    return "accepted", len(made)
+    for url in urls:
+        found.append((refusal(vllm.sync_weights, engine, url, timeout=20, chunk_bytes=200_000), len(made)))
+    return found
 
 
-def test_a_refusal_reaches_all_ranks_and_the_server_goes_on(ranks):
-    server = StandIn("[ds_fp8] x.weight is [1, 2] in the server [remedy: start it anew]")
-    for error in ranks(2, said, server.url, "wait"):
-        assert "x.weight is [1, 2] in the server" in error
-        assert "remedy: start it anew" in error
-    assert server.calls == ["/is_paused", "/pause?mode=wait", "/init_weight_transfer_engine", "/resume"]
-    names = {name: (dtype, shape) for name, dtype, shape in server.announced}
+REFUSED = "[ds_fp8] x.weight is [1, 2] in the server [remedy: start it anew]"
+# Servers, what they are called with, what all ranks say, and the calls that they get
+SERVERS = {
+    "a refusal, behind which it goes on": (
+        {"refusal": REFUSED},
+        {},
+        ["x.weight is [1, 2] in the server", "remedy: start it anew"],
+        ["/is_paused", "/pause?mode=wait", "/init_weight_transfer_engine", "/resume"],
+    ),
+    "requests may run": ({}, {"pause": None}, ["POST /pause first"], ["/is_paused"]),
+    "paused by the caller": (
+        {"refusal": REFUSED, "paused": True},
+        {"pause": None},
+        ["x.weight is [1, 2]"],
+        ["/is_paused", "/init_weight_transfer_engine"],
+    ),
+    "no development": (
+        {"development": False},
+        {},
+        ["VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.22 or later"],
+        [],
+    ),
+    "requests outlast the timeout": (
+        {"seconds_to_pause": 2},
+        {"timeout": 0.5},
+        ["does not answer /pause"],
+        ["/is_paused", "/pause?mode=wait", "/resume"],
+    ),
+}
+
+
+def test_a_refusal_reaches_all_ranks_and_leaves_a_server_as_it_was(ranks):
+    servers = {name: StandIn(**options) for name, (options, *_) in SERVERS.items()}
+    calls = [(servers[name].url, {"pause": "wait", **options}) for name, (_, options, *_) in SERVERS.items()]
+    for errors in ranks(2, said, calls):
+        for (name, (_, _, words, _)), error in zip(SERVERS.items(), errors, strict=True):
+            assert all(part in error for part in words), name
+    for name, (*_, expected) in SERVERS.items():
+        assert servers[name].calls == expected, name
+    names = {name: (dtype, shape) for name, dtype, shape in servers["paused by the caller"].announced}
     assert names["model.layers.0.self_attn.q_proj.weight"] == ("float8_e4m3fn", [256, 256])
     assert names["model.layers.0.self_attn.q_proj.weight_scale_inv"] == ("float32", [2, 2])
     assert names["lm_head.weight"] == ("bfloat16", [500, 256])
+    time.sleep(2)
+    assert not servers["requests outlast the timeout"].paused
 
 
 @pytest.mark.parametrize(
@@ -137,27 +164,11 @@ def test_a_refusal_reaches_all_ranks_and_the_server_goes_on(ranks):
 )
 def test_weights_that_no_server_reads_in_fp8_are_sent_in_bf16(ranks, fp8, width, types, granularity):
     server = StandIn("[ds_fp8] enough [remedy: none]")
-    (error,) = ranks(1, said_of, server.url, fp8, width)
+    shape = {"hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 4}
+    ((error,),) = ranks(1, functools.partial(said, fp8=fp8, **shape), [(server.url, {"pause": "wait"})])
     assert "enough" in error
     assert {dtype for _, dtype, _ in server.announced} == types
     assert server.granularity == granularity
-
-
-REFUSED = "[ds_fp8] no [remedy: none]"
-
-
-@pytest.mark.parametrize(
-    ("server", "pause", "words", "calls"),
-    [
-        ({}, None, "POST /pause first", ["/is_paused"]),  # requests may run
-        ({"refusal": REFUSED, "paused": True}, None, "no", ["/is_paused", "/init_weight_transfer_engine"]),
-        ({"development": False}, "wait", "VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.22 or later", []),
-    ],
-)
-def test_a_server_that_cannot_be_updated_is_left_as_it_was(ranks, server, pause, words, calls):
-    server = StandIn(**server)
-    assert all(words in error for error in ranks(2, said, server.url, pause))
-    assert server.calls == calls
 
 
 def answering(content: bytes) -> str:
@@ -205,74 +216,45 @@ def test_an_error_without_words_has_its_status(monkeypatch):
         vllm.link_to(answering(of_http(b"", status="503 Service Unavailable")), "wait", 20).open()
 
 
-def test_a_server_whose_requests_outlast_the_timeout_is_resumed(ranks):
-    server = StandIn(seconds_to_pause=2)
-    assert "does not answer /pause" in ranks(1, said, server.url, "wait", 0.5)[0]
-    assert server.calls[-1] == "/resume"
-    time.sleep(2)
-    assert not server.paused
-
-
 BEGINNING = ["/is_paused", "/pause?mode=wait", "/init_weight_transfer_engine", "/start_weight_update"]
+PARTS = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
-def test_a_server_with_a_part_of_the_weights_is_not_resumed(ranks, path):
-    server = StandIn(failing={path: "out of memory"})
-    for error, _ in ranks(2, said_with_buffers, server.url, None):
-        assert "out of memory" in error
-        assert f"call sync_weights again before it generates; {server.url} stays paused: POST /resume then" in error
-    assert server.calls[:4] == BEGINNING
-    assert server.calls[-2:] == ["/update_weights", "/finish_weight_update"]
-    assert "/resume" not in server.calls
-
-
-def test_memory_that_one_rank_lacks_is_said_by_all(ranks):
+def test_failures_on_the_way_are_said_by_all_ranks(ranks):
+    servers = {path: StandIn(failing={path: "out of memory"}) for path in PARTS}
+    stuck = StandIn(failing={"/resume": "no"})
+    for *found, (last, _) in ranks(2, said_with_buffers, [*(server.url for server in servers.values()), stuck.url]):
+        for server, (error, _) in zip(servers.values(), found, strict=True):
+            assert "out of memory" in error
+            assert f"call sync_weights again before it generates; {server.url} stays paused: POST /resume then" in error
+        assert f"{stuck.url} stays paused: no" in last
+    for path, server in servers.items():  # with a part of the weights it is not resumed
+        assert server.calls[:4] == BEGINNING, path
+        assert server.calls[-2:] == ["/update_weights", "/finish_weight_update"], path
+        assert "/resume" not in server.calls, path
     server = StandIn()
-    for error, _ in ranks(2, said_with_buffers, server.url, 1):
-        assert "RuntimeError" in error
+    assert all("RuntimeError" in error for ((error, _),) in ranks(2, said_with_buffers, [server.url], 1))
     assert server.calls == [*BEGINNING, "/update_weights", "/finish_weight_update"]  # both of them to undo it
 
 
-def test_a_server_that_cannot_resume_is_said_by_all_ranks(ranks):
-    server = StandIn(failing={"/resume": "no"})
-    for error, _ in ranks(2, said_with_buffers, server.url, None):
-        assert f"{server.url} stays paused: no" in error
-
-
-def test_a_rank_has_one_buffer_and_one_handle_for_all_chunks(ranks):
+def test_a_rank_has_one_buffer_for_all_chunks_and_an_update_that_another_left_is_ended_first(ranks):
     server = StandIn()
-    assert ranks(2, said_with_buffers, server.url, None, 2) == [("accepted", 1), ("accepted", 1)]
+    assert ranks(2, said_with_buffers, [server.url] * 2) == [[("accepted", 1)] * 2] * 2
     assert server.calls.count("/update_weights") > 10
     assert server.calls[-3:] == ["/finish_weight_update", "/init_weight_transfer_engine", "/resume"]
-
-
-def test_an_update_that_another_trainer_left_is_ended_first(ranks):
     server = StandIn(paused=True, failing={"/start_weight_update": "a weight update is already active"})
-    ranks(1, said_with_buffers, server.url, None)
-    assert server.calls[1:5] == [
-        "/init_weight_transfer_engine",
-        "/start_weight_update",
-        "/finish_weight_update",
-        "/start_weight_update",
-    ]
+    ranks(1, said_with_buffers, [server.url])
+    start = "/start_weight_update"
+    assert server.calls[1:5] == ["/init_weight_transfer_engine", start, "/finish_weight_update", start]
 
 
-def others_said() -> list[str]:
-    engine, found = engine_of("llama", {}), []
+@on_ranks(1)
+def test_adapters_and_a_vllm_of_another_version():
+    engine = engine_of("llama", {})
     engine.module.peft_config = {}
-    for server in ("http://127.0.0.1:1", object()):
-        try:
-            vllm.sync_weights(engine, server)
-        except UserError as error:
-            found.append(str(error))
-        engine.module.__dict__.pop("peft_config", None)
-    return found
-
-
-def test_adapters_and_a_vllm_of_another_version(ranks):
-    adapters, version = ranks(1, others_said)[0]
-    assert "--enable-lora" in adapters
+    assert "--enable-lora" in refusal(vllm.sync_weights, engine, "http://127.0.0.1:1")
+    del engine.module.peft_config
+    version = refusal(vllm.sync_weights, engine, object())
     assert "no LLM.init_weight_transfer_engine" in version
     assert "vLLM 0.22" in version
 
@@ -301,7 +283,8 @@ def test_a_rank_that_fails_in_a_gather_ends_the_update_on_all(ranks, what, when)
     assert "/resume" not in server.calls
 
 
-def chunks_of_an_engine() -> None:
+@on_ranks(1)
+def test_a_chunk_is_bounded_and_its_tensors_come_back_from_one_buffer():
     engine, made = engine_of("llama", {}), []
     vllm._handles = lambda buffer: made.append(buffer.numel()) or {"GPU": [buffer.numel()]}
     plan, buffer = served_plan(engine), vllm.SharedBuffer()
@@ -318,7 +301,3 @@ def chunks_of_an_engine() -> None:
             assert torch.equal(back.float(), tensor.float())
     assert not expected
     assert len(made) == 1
-
-
-def test_a_chunk_is_bounded_and_its_tensors_come_back_from_one_buffer(ranks):
-    ranks(1, chunks_of_an_engine)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.export import export_engine
 from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.integrations import trl
 from ds_fp8.integrations.vllm import sync_weights, transfer_config
 from tests.integrations import vllm_loader
-from tests.integrations.vllm_models import engine_of, step, unequal
+from tests.integrations.vllm_models import engine_of, refusal, step, unequal
 
 pytest.importorskip("vllm")
 
@@ -31,8 +29,6 @@ def synced(
     and after the update. parallel: each rank's vLLM holds its share of the model.
     """
     vllm_loader.prepare()
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     assert parallel == (ranks > 1)
     # Shares of all matrices are whole blocks.
@@ -93,8 +89,6 @@ def test_every_byte_of_a_share_is_that_of_training(new_ranks, tmp_path, kind, fp
 def refused(folder: str) -> list[str]:
     """Return what is said to other models, to another layout, and where a generation runs; the model stays as it is."""
     vllm_loader.prepare()
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-
     engine = engine_of("qwen3", {})
     export_engine(engine, f"{folder}/fp8")
     export_engine(engine, f"{folder}/bf16", layout="bf16")
@@ -109,18 +103,10 @@ def refused(folder: str) -> list[str]:
     in_bf16 = vllm_loader.loaded(f"{folder}/bf16", weight_transfer_config=weights)
     without = vllm_loader.loaded(f"{folder}/fp8", linear_backend="triton")
     before = vllm_loader.held(llm)
-    said = []
-    for trained, server in [*((other, llm) for other in others), (engine, in_bf16), (engine, without)]:
-        try:
-            sync_weights(trained, server)
-            said.append("accepted")
-        except UserError as error:
-            said.append(str(error))
+    pairs = [*((other, llm) for other in others), (engine, in_bf16), (engine, without)]
+    said = [refusal(sync_weights, trained, server) for trained, server in pairs]
     llm.llm_engine.has_unfinished_requests = lambda: True
-    try:
-        sync_weights(engine, llm)
-    except UserError as error:
-        said.append(str(error))
+    said.append(refusal(sync_weights, engine, llm))
     after = vllm_loader.held(llm)
     assert all(torch.equal(own.float(), after[name].float()) for name, own in before.items())
     return said
@@ -145,17 +131,11 @@ def test_what_does_not_fit_is_refused_before_the_first_tensor(new_ranks, tmp_pat
 def spread_experts(folder: str) -> str:
     """Return what is said to a server whose ranks hold other experts each."""
     vllm_loader.prepare()
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-
     engine = engine_of("qwen3_moe", {}, head_dim=128)
     export_engine(engine, folder)
     spread = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "moe_backend": "triton"}
     llm = vllm_loader.loaded(folder, weight_transfer_config=transfer_config(), linear_backend="triton", **spread)
-    try:
-        sync_weights(engine, llm)
-    except UserError as error:
-        return str(error)
-    return "accepted"
+    return refusal(sync_weights, engine, llm)
 
 
 def test_expert_parallelism_is_refused(new_ranks, tmp_path):
@@ -166,7 +146,7 @@ def test_expert_parallelism_is_refused(new_ranks, tmp_path):
 
 def cast_again() -> dict[str, str]:
     """Return what is said to FP32 scales by every kernel of vLLM for blocks on Hopper that casts weights again."""
-    vllm_loader.prepare()
+    vllm_loader.prepare(deep_gemm=True)
     from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer
     from vllm.utils import deep_gemm as settings
 
@@ -182,11 +162,7 @@ def cast_again() -> dict[str, str]:
     for kernel in kernels:
         layer = torch.nn.Module()
         layer.quant_method = SimpleNamespace(fp8_linear=object.__new__(kernel))
-        try:
-            check_scales(layer, "128x128", "fp32")
-            said[kernel.__name__] = "accepted"
-        except ValueError as error:
-            said[kernel.__name__] = str(error)
+        said[kernel.__name__] = refusal(check_scales, layer, "128x128", "fp32", errors=ValueError)
     return said
 
 
@@ -200,7 +176,6 @@ def test_all_kernels_that_leave_weights_to_deepgemm_are_refused(new_ranks):
 def rolled_out(kind: str, fp8: dict, folder: str) -> list[str]:
     """Return the tensors that differ from training's in a vLLM with the arguments that TRL's is started with."""
     vllm_loader.prepare()
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     from trl.generation.vllm_generation import VLLMGeneration
 
     engine = engine_of(kind, fp8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from ds_fp8.export import export_engine
 from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.integrations import vllm
 from tests.integrations import vllm_loader
-from tests.integrations.vllm_models import engine_of, step, unequal
+from tests.integrations.vllm_models import engine_of, refusal, step, unequal
 
 pytest.importorskip("vllm")
 
@@ -26,8 +25,6 @@ def tried_again(kind: str, folder: str, broken: str, tied: bool) -> tuple[str, i
         are not training's after the second sync, and whether all stayed where they were in memory.
     """
     vllm_loader.prepare()
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-
     engine = engine_of(kind, {}, tie_word_embeddings=tied)
     export_engine(engine, folder)
     transfer = vllm.transfer_config()
@@ -65,11 +62,7 @@ def tried_again(kind: str, folder: str, broken: str, tied: bool) -> tuple[str, i
         vllm.gathered = trainer_fails
     if broken == "trainer killed":
         llm.finish_weight_update, llm.update_weights = (lambda: 1 / 0), (lambda *_: None)
-    try:
-        vllm.sync_weights(engine, llm, chunk_bytes=70_000)
-        said = "accepted"
-    except UserError as error:
-        said = str(error)
+    said = refusal(vllm.sync_weights, engine, llm, chunk_bytes=70_000)
     for name in ("start_weight_update", "finish_weight_update", "update_weights"):
         vars(llm).pop(name, None)
     vars(model).pop("load_weights", None)
@@ -110,7 +103,6 @@ def test_a_second_sync_brings_every_byte_after_one_that_failed(new_ranks, tmp_pa
 def elsewhere(folder: str) -> list[str]:
     """Return what is said to a trainer on other GPUs, and by a server with pipeline parallelism; nothing was begun."""
     vllm_loader.prepare()
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     from ds_fp8.integrations import vllm_transfer
 
     engine = engine_of("qwen3", {})
@@ -126,10 +118,7 @@ def elsewhere(folder: str) -> list[str]:
         worker.weight_transfer_engine.parallel_config = SimpleNamespace(
             pipeline_parallel_size=stages, tensor_parallel_size=1
         )
-        try:
-            vllm.sync_weights(engine, llm)
-        except UserError as error:
-            said.append(str(error))
+        said.append(refusal(vllm.sync_weights, engine, llm))
     assert not worker._weight_update_active
     assert not any(parameter.is_meta for parameter in worker.model_runner.model.parameters())
     return said
@@ -144,7 +133,7 @@ def test_other_gpus_and_pipelines_are_refused_before_the_first_tensor(new_ranks,
 
 def told_by_workers() -> list[str]:
     """Return what two workers of a server with tensor parallelism raise, where the first, none or both have failed."""
-    vllm_loader.prepare()
+    vllm_loader.prepare(deep_gemm=True)
     import vllm.distributed as workers
 
     from ds_fp8.integrations.vllm_transfer import _raise_on_last_worker
@@ -153,13 +142,9 @@ def told_by_workers() -> list[str]:
     workers.get_tp_group = lambda: SimpleNamespace(world_size=2, cpu_group=group, is_last_rank=rank == 1)
     raised = []
     for failures in (("first", None), (None, None), ("first", "second")):
-        try:
-            _raise_on_last_worker(failures[rank])
-            raised.append("")
-        except ValueError as error:
-            raised.append(str(error))
+        raised.append(refusal(_raise_on_last_worker, failures[rank], errors=ValueError))
     return raised
 
 
 def test_of_several_workers_the_last_alone_raises(new_ranks):
-    assert new_ranks(2, told_by_workers) == [["", "", ""], ["first", "", "first"]]
+    assert new_ranks(2, told_by_workers) == [["accepted"] * 3, ["first", "accepted", "first"]]

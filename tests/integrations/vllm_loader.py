@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 
-def prepare() -> None:
+def prepare(deep_gemm: bool = False) -> None:
     """Make vLLM importable and silent in this process."""
     os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    if not deep_gemm:
+        os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     if torch.cuda.is_available():
         return
     import triton.backends

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_fp8.config.errors import UserError
 from tests.zero.models import config
 
 SHAPE = {
@@ -46,6 +48,15 @@ def step(engine, device: str = "cpu") -> None:
     loss = engine(input_ids=rows, labels=rows).loss
     engine.backward(loss)
     engine.step()
+
+
+def refusal(call: Callable, *arguments: Any, errors: type = UserError, **options: Any) -> str:
+    """Return what a call says that is refused, and "accepted" of one that is not."""
+    try:
+        call(*arguments, **options)
+    except errors as error:
+        return str(error)
+    return "accepted"
 
 
 def unequal(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor], rank: int = 0, ranks: int = 1) -> list[str]:

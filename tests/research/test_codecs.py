@@ -139,21 +139,6 @@ def test_columnwise_is_the_cast_of_the_transposed_matrix():
     assert torch.equal(column.dequantize(), quantize(x.t(), "e2m1", "1x32").dequantize())
 
 
-@pytest.mark.parametrize(
-    ("section", "key"),
-    [
-        ({"linear": {"input": {"format": "e3m9"}}}, "fp8.linear.input.format"),
-        ({"linear": {"weight": {"format": "int8"}}}, "fp8.param_gather.format"),
-        ({"linear": {"weight": {"granularity": "1x32"}}}, "fp8.param_gather.format"),
-        ({"linear": {"weight": {"rounding": "stochastic"}}}, "fp8.param_gather.format"),
-    ],
-)
-def test_mistakes(section, key):
-    with pytest.raises(UserError) as caught:
-        parse_fp8({"fp8": section})
-    assert caught.value.key == key
-
-
 def test_a_backend_that_multiplies_no_emulated_format():
     with pytest.raises(UserError, match="cannot run here"):
         recipe_from_config(parse_fp8({"fp8": {"linear": {"backend": "cublas", "input": {"format": "int8"}}}}))

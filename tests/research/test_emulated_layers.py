@@ -1,4 +1,4 @@
-"""Linears and fused layers with emulated casts: what they cost beside BF16, and what the start report calls them."""
+"""Linears, fused layers and engines with emulated casts: what they cost beside BF16, and what the start report says."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from ds_fp8.gemm import scaled_matmul
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
+from tests.on_ranks import on_ranks
 from tests.zero import models
 
 IN_BF16 = {"param_gather": {"format": "bf16"}}
@@ -62,13 +63,48 @@ def test_weights_in_groups_are_cast_along_either_contraction():
     assert torch.equal(linear.weight.grad, expected)
 
 
-def test_what_is_cast_anew_for_dgrad_is_not_gathered_in_its_format(ranks):
+@on_ranks(2)
+def test_what_is_cast_anew_for_dgrad_is_not_gathered_in_its_format():
     overrides = {"*.down": {"weight": {"format": "int8", "granularity": "1x32"}}}
-    assert ranks(2, gathered, {"linear": {"overrides": overrides}})[0] == [True, False] * 3
-
-
-def gathered(section):
-    engine = models.build(models.config({**section, "monitor": {"every": 0}}))
+    engine = models.build(models.config({"linear": {"overrides": overrides}, "monitor": {"every": 0}}))
     models.train(engine, 1)
     linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
-    return [engine.fp8.weights.in_fp8(linear.weight) for linear in linears]
+    assert [engine.fp8.weights.in_fp8(linear.weight) for linear in linears] == [True, False] * 3
+
+
+# -------------------- engines
+
+
+EMULATED = {
+    "linear": {"weight": {"format": "int8", "granularity": "row", "scale": "fp32"}, "input": {"format": "e3m4"}},
+    "param_gather": {"format": "int8"},
+    "grad_reduce": {"format": "log8"},
+    "optimizer": {"exp_avg": "e3m4", "exp_avg_sq": "log8"},
+    "monitor": {"every": 2},
+}
+
+
+@on_ranks(2)
+def test_training_resumes_stays_near_bf16_and_calls_itself_emulated(tmp_path):
+    engine = models.build(models.config(EMULATED))
+    losses = models.train(engine, 4)
+    engine.save_checkpoint(tmp_path, tag="middle")
+    losses += models.train(engine, 2, start=4)
+    measured, wire, report = engine.fp8.health.last.measurement, engine.fp8.wire.take(), engine.fp8.report
+    resumed = models.build(models.config(EMULATED))
+    resumed.load_checkpoint(tmp_path, tag="middle")
+    assert models.train(resumed, 2, start=4) == losses[4:]
+    reference = models.build(models.config({"enabled": False}))
+    plain = models.train(reference, 6)
+    assert losses[-1] < 0.95 * losses[0]
+    assert losses == pytest.approx(plain, rel=0.02)
+    assert losses != plain
+    assert min(figures.snr_db for figures in measured["grad_weight"].values()) > 20
+    emulated = ["e3m4 1x128 pow2", "int8 row fp32", "log8 gradients on the wire", "e3m4 exp_avg", "log8 exp_avg_sq"]
+    assert report["emulated"] == emulated
+    note = f"emulated, in one byte an element: {', '.join(emulated)}; nothing here computes with them natively"
+    assert note in report["notes"]
+    assert report["param_gather"] == "int8"
+    sent = reference.fp8.wire.take()
+    assert all(wire[key] < 0.62 * sent[key] for key in sent if sent[key]), wire  # embedding and head are BF16
+    assert report["moment_bytes_per_parameter"] < 2.1

@@ -1,6 +1,5 @@
 """Madam: its formula number by number, its grid, and that shards and resumed runs do the same as whole ones."""
 
-import json
 import math
 
 import pytest
@@ -10,6 +9,7 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.preflight import check
 from ds_fp8.research.madam import Madam
+from tests.on_ranks import on_ranks
 from tests.optim.numbers import gradients
 from tests.zero import models
 
@@ -82,26 +82,20 @@ def test_a_section_that_madam_does_not_take(params):
 LOGARITHMIC = {"linear": {"weight": {"format": "log8"}}, "param_gather": {"format": "log8"}, "monitor": {"every": 0}}
 
 
-def trained_by_madam(folder):
-    config = json.loads(json.dumps(models.config(LOGARITHMIC)))
-    config["optimizer"] = {"type": "Madam", "params": {"lr": 1 / 32}}
+@on_ranks(2)
+def test_zero_3_trains_with_madam_and_weights_in_log8_and_resumes(tmp_path):
+    config = models.config(LOGARITHMIC) | {"optimizer": {"type": "Madam", "params": {"lr": 1 / 32}}}
     engine = models.build(config)
     losses = models.train(engine, 6)
-    engine.save_checkpoint(folder, tag="middle")
+    engine.save_checkpoint(tmp_path, tag="middle")
     losses += models.train(engine, 3, start=6)
-    masters = models.full_master(engine.module.layers[1].up.weight)
     resumed = models.build(config)
-    resumed.load_checkpoint(folder, tag="middle")
-    again = models.train(resumed, 3, start=6)
-    return losses, again, masters, models.full_master(resumed.module.layers[1].up.weight), engine.fp8.report
-
-
-def test_zero_3_trains_with_madam_and_weights_in_log8_and_resumes(ranks, tmp_path):
-    for losses, again, masters, resumed, report in ranks(2, trained_by_madam, str(tmp_path)):
-        assert losses[-1] < 0.97 * losses[0]
-        assert again == losses[6:]
-        assert torch.equal(masters, resumed)
-        steps = masters.abs().double().log2() * 2048
-        assert (steps - steps.round()).abs().max() < 0.01
-        assert report["optimizer"] == "Madam"
-        assert report["param_gather"] == "log8"
+    resumed.load_checkpoint(tmp_path, tag="middle")
+    assert models.train(resumed, 3, start=6) == losses[6:]
+    assert losses[-1] < 0.97 * losses[0]
+    masters = models.full_master(engine.module.layers[1].up.weight)
+    assert torch.equal(masters, models.full_master(resumed.module.layers[1].up.weight))
+    steps = masters.abs().double().log2() * 2048
+    assert (steps - steps.round()).abs().max() < 0.01
+    report = engine.fp8.report
+    assert (report["optimizer"], report["param_gather"]) == ("Madam", "log8")

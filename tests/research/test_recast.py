@@ -117,25 +117,6 @@ def test_an_input_that_needs_no_gradient_keeps_no_mask():
     assert linear.weight.grad.isfinite().all()
 
 
-CASTS = {"weight": {"granularity": "1x32"}}
-
-
-@pytest.mark.parametrize(
-    ("linear", "words"),
-    [
-        ({"recast": {"of": "fprop"}}, "cast once for fprop and dgrad"),
-        ({"recast": {"rounding": "nearest"}}, "apply only if"),
-        ({**CASTS, "recast": {"of": "fprop"}, "input": {"rounding": "stochastic"}}, "cast again in backward"),
-        ({**CASTS, "recast": {"of": "fprop"}, "rotation": {"wgrad": "in_features"}}, "rotates wgrad"),
-        ({"grad_output": {"scale": "mse", "rounding": "stochastic"}}, "saturates elements"),
-    ],
-)
-def test_what_cannot_be_cast_again_is_refused(linear, words):
-    with pytest.raises(UserError, match=words) as caught:
-        parse_fp8({"fp8": {"param_gather": {"format": "bf16"}, "linear": linear}})
-    assert caught.value.remedy
-
-
 def test_nothing_is_fused_or_smoothed_where_operands_are_cast_again():
     quartet = section(of="fprop")
     quartet["linear"]["rotation"] = {"fprop": None, "dgrad": None, "wgrad": None}

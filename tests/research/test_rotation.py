@@ -1,8 +1,12 @@
-"""Hadamard rotations of linears: they cancel or are undone, spread outliers, and say where they cannot be."""
+"""Hadamard rotations of linears and of shards: they cancel or are undone, and say where they cannot be."""
+
+import contextlib
+import io
 
 import pytest
 import torch
 from decoder_stacks import hold_in_fp8
+from deepspeed import comm as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -10,9 +14,15 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.export.plan import make_plan
+from ds_fp8.layers.attention.hadamard import Rotation
 from ds_fp8.layers.linear.linear import FP8Linear
+from ds_fp8.research.formats import ResearchSpec, cast_matrix
+from ds_fp8.zero.param import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.linears import fp8_linear, results_of
+from tests.on_ranks import on_ranks
+from tests.zero import models
+from tests.zero.shard_casts import cast_on_all_ranks, weights_of
 
 HALO2 = {"fprop": "in_features", "dgrad": "tokens"}
 EVERY = {**HALO2, "wgrad": "in_features"}
@@ -124,7 +134,6 @@ def test_fused_layers_go_without_and_say_so():
 @pytest.mark.parametrize(
     ("linear", "words"),
     [
-        ({"rotation": {"dgrad": "out_features"}}, "cast once for fprop and dgrad"),
         ({"rotation": {"fprop": "tokens"}}, "Input should be 'in_features'"),
         ({"rotation": {"fprop": "in_features", "block": 48}}, "Input should be 16, 32, 64 or 128"),
         ({"rotation": {"fprop": "in_features"}}, "100 features are not a multiple of blocks of 128"),
@@ -142,8 +151,6 @@ def test_what_rotations_do_not_go_with_is_refused():
     linear = {"smooth_swiglu": True, "rotation": {"fprop": "in_features"}}
     with pytest.raises(UserError, match="smooth_swiglu and fp8"):
         convert(causal_lm("llama"), parse_fp8({"fp8": {"linear": linear, "fuse": "off"}}))
-    with pytest.raises(UserError, match="does not support"):
-        parse_fp8({"fp8": {"loss": {"head": "fp8"}, "linear": {"rotation": HALO2}}})
 
 
 def test_rotated_weights_are_exported_in_bf16():
@@ -154,3 +161,58 @@ def test_rotated_weights_are_exported_in_bf16():
     assert "rotated" in plan.left["model.layers.0.self_attn.o_proj"]
     assert "model.layers.0.mlp.up_proj.weight" in plan.quantized
     assert isinstance(model.model.layers[0].self_attn.o_proj, FP8Linear)
+
+
+# ---------------------------------------------------------------- rotated weights under ZeRO-3
+
+
+SIZES = (128, 160)
+ROTATION = {"fprop": "in_features", "dgrad": "tokens", "wgrad": "tokens", "block": 32, "random": True}
+
+
+GATHERED = {"infir2": ({}, ROTATION), "halo": ({"preset": "halo"}, {"block": 32})}
+
+
+@pytest.mark.parametrize(("section", "rotation"), GATHERED.values(), ids=GATHERED)
+@on_ranks(2)
+def test_what_is_gathered_is_the_cast_of_the_whole_rotated_master(section, rotation):
+    printed, config = io.StringIO(), models.config({**section, "linear": {"rotation": rotation}, "report": "full"})
+    with contextlib.redirect_stdout(printed):
+        engine = models.build(config, sizes=SIZES)
+    losses = models.train(engine, 4)
+    linears = [module for module in engine.module.modules() if isinstance(module, FP8Linear)]
+    assert [engine.fp8.weights.in_fp8(linear.weight) for linear in linears] == [True] * 6
+    found = models.unsharded(linear.weight for linear in linears)
+    for linear, gathered in zip(linears, found, strict=True):
+        expected = cast_matrix(models.full_master(linear.weight), linear.recipe.weight)
+        assert torch.equal(gathered.dequantize(), expected.dequantize())
+    words = "fprop along in_features, dgrad along tokens"
+    words += ", wgrad along tokens, random Hadamard transforms of 32" if not section else ", Hadamard transforms of 32"
+    assert engine.fp8.report["remarks"]["rotation"] == words
+    assert dist.get_rank() or words in " ".join(printed.getvalue().replace("│", " ").split())
+    assert losses[-1] < losses[0]
+
+
+def reference(weights, codes, spec):
+    return ReferenceShardCast(weights, spec)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("granularity", ["128x128", "row", "tensor"])
+@pytest.mark.parametrize("seed", [None, 2])
+def test_shards_of_whole_blocks_are_rotated_as_the_whole_is(world, granularity, seed):
+    spec = ResearchSpec(granularity=granularity, rotation=Rotation(32, seed))
+    generator = torch.Generator().manual_seed(1)
+    masters = [torch.randn(shape, generator=generator) for shape in ((96, 384), (3, 128), (384, 32))]
+    _, scales, codes = cast_on_all_ranks(reference, masters, world, spec, "cpu")
+    for master, scale, code in zip(masters, scales, codes, strict=True):
+        whole = cast_matrix(master, spec)
+        assert torch.equal(scale, whole.scale)
+        assert torch.equal(code, whole.data.view(torch.uint8))
+
+
+def test_shards_that_cut_a_block_are_refused():
+    with pytest.raises(
+        UserError, match="131 x 96 is sharded over 2 ranks in parts of 6288 elements, which are not whole blocks"
+    ):
+        weights_of(0, 2, "128x128", "cpu", [(131, 96)], ResearchSpec(granularity="128x128", rotation=Rotation(32)))

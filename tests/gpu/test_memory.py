@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers that wait in pinned host memory: the same bits, and the memory of all layers but two."""
+"""Memory on GPUs: inputs of recomputed layers that wait in pinned host memory, and the gated MLP in tiles."""
 
 import gc
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ds_fp8.config.formats import CastSpec
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
+from ds_fp8.gemm import BACKENDS, unavailable, why_not_in_fp32
 from ds_fp8.graphs.host_checkpoints import _Input, keep_on_host
+from tests.layers import test_tiled_mlp as on_any_device
 from tests.layers.hugging_face import causal_lm
 
 pytestmark = pytest.mark.gpu
@@ -80,3 +83,41 @@ def test_copies_go_to_pinned_memory_beside_the_computing_stream():
     y.sum().backward()
     plain = torch.autograd.grad(torch.tanh(x @ weight).sum(), x)[0]
     assert torch.equal(x.grad, plain)
+
+
+# ---------------------------------------------------------------- the gated MLP in tiles of tokens on a GPU
+
+
+OPERAND = CastSpec("e4m3", "1x128", "pow2")
+
+
+@pytest.mark.parametrize("input_granularity", ["1x128", "128x128"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "mxfp8")])
+def test_backends_give_fp32(backend, input_granularity):
+    other = CastSpec("e4m3", input_granularity, "pow2")
+    reason = unavailable(backend, [(OPERAND, other)])
+    if reason is not None:
+        pytest.skip(reason)
+    assert why_not_in_fp32(backend, OPERAND, other) is None
+
+
+@pytest.mark.parametrize("length", [16384, 16000])
+@pytest.mark.parametrize("preset", ["infir2", "hybrid_fast"])
+def test_tiles_are_the_whole_within_rounding(preset, length):
+    whole = on_any_device.results(None, preset, length)
+    on_any_device.assert_alike(on_any_device.results(2048, preset, length), whole)
+
+
+@pytest.mark.alone
+def test_the_peak_is_that_of_a_tile(monkeypatch):
+    monkeypatch.setattr(on_any_device, "H", 1024)
+    monkeypatch.setattr(on_any_device, "F", features := 4096)
+    length, most = 65536, []
+    for tile in (None, 4096):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        on_any_device.results(tile, length=length)
+        most.append(torch.cuda.max_memory_allocated())
+    # gate_up kept in FP8, the product's gradient and three casts: 9 bytes a token and feature, of which 1/16 is left.
+    sums = 2 * 12 * 1024 * features
+    assert most[0] - most[1] > 0.8 * 9 * length * features - sums

@@ -139,7 +139,7 @@ def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch):
 def test_names_that_are_no_configuration(tmp_path):
     for name, problem in (("nonsense", "does not exist"), (str(tmp_path), "a folder")):
         with pytest.raises(UserError, match=problem) as caught:
-            main(["estimate", name])
+            main(["check", name])
         assert "JSON file" in caught.value.remedy
         assert len(str(caught.value)) < 300
 

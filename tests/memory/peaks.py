@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ds_fp8.config.files import read_json
 from ds_fp8.memory import Workload, read_workload
-from ds_fp8.memory.sweep import read_sweep
+from ds_fp8.report.compare import read_points
 
 SWEEPS = Path(__file__).parents[2] / "ds_configs" / "sweeps"
 # 2026-11-21, when steps were DeepSpeed's: 2 x 8192 tokens on one H200, and 1 x 8192 on each of two
@@ -140,7 +140,7 @@ def levels() -> dict[str, tuple[float, Workload]]:
     sizes = (("qwen2.5_1.5b", 1, 2), ("qwen2.5_7b", 2, 1))
     for column, (shape, gpus, rows) in enumerate(sizes):
         raw = read_json(SWEEPS / "shapes" / f"{shape}.json")
-        _, points = read_sweep(SWEEPS / "fp8_levels.json", gpus)
+        points = read_points(SWEEPS / "fp8_levels.json", gpus)
         for point in points:
             applied = point.applied(raw)
             applied["train_micro_batch_size_per_gpu"] = rows

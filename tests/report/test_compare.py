@@ -481,7 +481,9 @@ def trained(tiny, write, tmp_path, monkeypatch):
         (stage.run_dir / "config.json").write_text(json.dumps(stage.raw))
 
     def run(*options):
-        assert main(["parity", str(file), "--out", str(tmp_path / "out"), "--gpus", "1", *options]) == 1
+        assert (
+            main(["parity", str(file), "--out", str(tmp_path / "out"), "--gpus", "1", *options]) == 0
+        )  # so few steps decide nothing
         return made
 
     monkeypatch.setattr(command, "train_once", finish)

@@ -26,6 +26,8 @@ THINGS = ("apples", "books", "coins", "cards", "pens", "eggs", "cups", "keys", "
 BOXES = ("bags", "boxes", "jars", "rows")
 VERBS = {"+": ("gets", "buys", "finds", "wins"), "-": ("gives", "loses", "sells", "drops")}
 QUESTIONS = ("How many now?", "How many then?", "What is left?", "What remains now?")
+LEADS = ("So", "Well", "Now", "First", "Here", "Thus", "Then", "Yes", "Good", "Look", "Right", "See")
+CONCLUSIONS = ("The", "So the", "Now the", "Here the")
 SYSTEM_PROMPTS = ("You solve small problems.", "Show your steps.", "You are a kind teacher.")
 # Operations, applied from left to right: of stage 1 (and of documents in words), and those that stage 2 brings.
 BASIC, NEW = ("+", "-"), ("*", "++", "+-", "*+")
@@ -89,7 +91,8 @@ def chats(count: int, mixed: bool = False, seed: int = 1236) -> Iterator[list[di
         for _ in range(rng.choice((1, 2, 4))):
             told, steps, answer = story(rng, rng.choice(NEW if mixed and rng.random() >= OLD else BASIC))
             messages.append({"role": "user", "content": f"{told} {rng.choice(QUESTIONS)}"})
-            messages.append({"role": "assistant", "content": f"{steps} The answer is {answer}."})
+            solution = f"{rng.choice(LEADS)}, {steps} {rng.choice(CONCLUSIONS)} answer is {answer}."
+            messages.append({"role": "assistant", "content": solution})
         yield messages
 
 

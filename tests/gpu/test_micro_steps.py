@@ -43,7 +43,7 @@ def engine_of(
     if recompute is not None:
         model.gradient_checkpointing_enable(recompute)
     section = {"preset": preset, "graph": graph, "monitor": {"every": monitor}, "linear": {"backend": "cublas"}}
-    section["activations"] = dict(activations)
+    section["activations"] = activations or {}
     config = models.config(section, stage3_prefetch_bucket_size=10**6, stage3_max_reuse_distance=10**9)
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
     return ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]

@@ -15,7 +15,6 @@ from ds_fp8.layers.linear.recipe import LinearRecipe
 from tests.layers.hugging_face import causal_lm, fp8, tokens
 from tests.numerics import error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = 5e-5  # Relative, in FP32 and with products of what is not cast at all: sums in another order
 MORE = 0.03  # What a gradient's error against BF16's may have above 1.5 times that of unfused layers in FP8
 
@@ -264,11 +263,12 @@ Linear.__module__ = "peft.tuners.lora.layer"
 def products(dropouts, normed, dtype=torch.float32):
     """(adapters, x, rstd, norm, dy) of three linears that share x."""
     torch.manual_seed(0)
-    linears = [Linear(4 + i, 96, 64 + 32 * i, 0.5 + i, p).to(DEVICE, dtype) for i, p in enumerate(dropouts)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    linears = [Linear(4 + i, 96, 64 + 32 * i, 0.5 + i, p).to(device, dtype) for i, p in enumerate(dropouts)]
     x, dy, scale = torch.randn(512, 96), torch.randn(512, 288), torch.linspace(0.1, 3, 96)
-    x, dy = (value.to(DEVICE, dtype) for value in (x * scale, dy))
-    norm = (torch.rand(96) + 0.5).to(DEVICE, dtype) if normed else None
-    return Adapters(linears), x, torch.rand(512, device=DEVICE) + 0.5 if normed else None, norm, dy
+    x, dy = (value.to(device, dtype) for value in (x * scale, dy))
+    norm = (torch.rand(96) + 0.5).to(device, dtype) if normed else None
+    return Adapters(linears), x, torch.rand(512, device=device) + 0.5 if normed else None, norm, dy
 
 
 def of_autograd(adapters, x, rstd, norm, dy, masks):
@@ -297,7 +297,7 @@ def test_products_and_gradients_beside_autograd(dropouts, normed, dtype, bound):
     for p, mask in zip(dropouts, masks, strict=True):
         assert (mask is None) == (p == 0)
         if p:
-            assert mask.float().mean() == pytest.approx(1 - p, abs=0.01)
+            assert mask.float().mean().item() == pytest.approx(1 - p, abs=0.01)
     if dropouts[0]:
         assert not torch.equal(masks[0], masks[2])
     for found, expected in zip((y, dn, *gradients), of_autograd(adapters, x, rstd, norm, dy, masks), strict=True):

@@ -162,7 +162,6 @@ def test_an_amax_alone_makes_no_such_scale():
 
 
 SMALL = [(131, 301), (1, 5), (70, 131)]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def of_all_sizes(shape, spread: float = 200.0) -> torch.Tensor:
@@ -207,8 +206,8 @@ def test_shards_are_cast_like_the_whole(world):
     masters[0][0, 0], masters[1][0, 0] = torch.inf, torch.nan
     parts = []
     for rank in range(world):
-        weights = weights_of(rank, world, "tensor", DEVICE, SMALL)
-        shards = shards_of([master.to(DEVICE) for master in masters], weights)
+        weights = weights_of(rank, world, "tensor", "cpu", SMALL)
+        shards = shards_of(masters, weights)
         scales = torch.full_like(buffer_of(weights), 0.5)
         ReferenceShardCast(weights, spec).cast(scales, shards.__getitem__)
         parts.append([weight.data[: weight.shard.valid] for weight in weights])

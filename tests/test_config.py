@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+import torch
 
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
@@ -14,6 +15,7 @@ from ds_fp8.config.presets import AXES, PRESETS, merge
 from ds_fp8.engine.initialize import _for_deepspeed
 from ds_fp8.engine.optimizer import uses_own_optimizer
 from ds_fp8.engine.preflight import check
+from ds_fp8.engine.state import FP8State
 
 GOOD = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 
@@ -377,12 +379,20 @@ def test_zero_optimization_may_be_a_word_of_old():
     assert Configuration({"zero_optimization": True}).stage == 1
 
 
+def for_deepspeed(configuration, own=False):
+    """Return the JSON of a model without experts."""
+    state = FP8State(configuration.fp8, None, None)
+    handed = _for_deepspeed(configuration, own, state, torch.nn.Linear(2, 2))
+    assert not state.notes
+    return handed
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("own", [True, False])
 def test_what_deepspeed_is_given_is_what_was_given_and_what_fp8_needs(stage, own):
     given = {**copy.deepcopy(GIVEN), "zero_optimization": {"stage": stage}, "somebody": {"else": 1}}
     before = copy.deepcopy(given)
-    handed = _for_deepspeed(Configuration(given), own, {})
+    handed = for_deepspeed(Configuration(given), own)
     assert given == before
     added = {key: handed[key] for key in handed.keys() - given.keys()}
     assert {key: handed[key] for key in given} == given
@@ -395,13 +405,13 @@ def test_what_deepspeed_is_given_is_what_was_given_and_what_fp8_needs(stage, own
 
 def test_what_the_user_has_set_stays():
     chosen = {"timers": {"throughput": {"synchronized": True}}, "data_types": {"grad_accum_dtype": "bf16"}}
-    handed = _for_deepspeed(Configuration({**GIVEN, **chosen}), False, {})
+    handed = for_deepspeed(Configuration({**GIVEN, **chosen}))
     assert {key: handed[key] for key in chosen} == chosen
 
 
 def test_without_fp8_nothing_is_changed():
     plain = {key: value for key, value in GIVEN.items() if key != "fp8"}
-    assert _for_deepspeed(Configuration(plain), False, {}) == plain
+    assert for_deepspeed(Configuration(plain)) == plain
 
 
 def test_deepspeeds_refusal_names_the_file_and_its_key(tmp_path):

@@ -314,7 +314,7 @@ def _for_deepspeed(
         if configuration.stage == 3:
             # The sum over ranks arrives in FP32: an accumulator in BF16 would round it at every micro-batch.
             values.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-        prefetch, notes = wider_prefetch(configuration.zero, model)
+        prefetch, notes = wider_prefetch(configuration.zero, model) if model is not None else ({}, [])
         state.notes += notes
         if prefetch:
             values["zero_optimization"] |= prefetch

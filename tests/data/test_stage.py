@@ -37,7 +37,7 @@ def test_every_example_is_in_training_or_validation(source, tokenizer):
 
 
 def test_rows_hold_the_documents_and_splits_have_none_in_common(tokenizer):
-    data = build(tokenizer, validation_fraction=0.05, test_fraction=0.05, sequence_length=128)
+    data = build(tokenizer, validation_fraction=0.05, test_fraction=0.05, sequence_length=1024)
     assert [data.report[split]["examples"] for split in ("train", "validation", "test")] == [270, 15, 15]
     found = []
     for dataset in (data.train, data.validation, data.test):

@@ -245,8 +245,8 @@ def test_adapters_of_no_layer_are_refused(tiny, write):
 def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, write, ranks, tmp_path, cache_home):
     """Chats spread their label tokens unevenly over rows: a mean of means would be another number."""
     tiny["fp8"]["enabled"] = False
-    tiny["model"]["config"]["max_position_embeddings"] = 256
-    tiny["data"] = {**CHATS, "sequence_length": 256, "validation_fraction": 0.06, "answer_pattern": r"answer is (\d+)"}
+    # Short chats: plain DeepSpeed rounds the inverse frequencies of rotary embeddings to BF16
+    tiny["data"] = {**CHATS, "sequence_length": 64, "validation_fraction": 0.06, "answer_pattern": r"answer is (\d+)"}
     tiny |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
     tiny["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "tiny"}
     tiny["train"] |= {"steps": 2, "eval_batches": 100, "exact_match_problems": 3, "max_new_tokens": 4}

@@ -236,11 +236,18 @@ class _Body:
         self._module, self.__qualname__ = module, name
 
     def __call__(self, arguments: dict[str, Any]) -> None:
-        getattr(importlib.import_module(self._module), self.__qualname__).body(**arguments)
+        try:
+            getattr(importlib.import_module(self._module), self.__qualname__).body(**arguments)
+        except AssertionError as error:  # pytest explains those of its own process alone
+            frames = [
+                frame for frame, _ in traceback.walk_tb(error.__traceback__) if "/tests/" in frame.f_code.co_filename
+            ]
+            values = "\n".join(f"  {name} = {value!r:.300}" for name, value in frames[-1].f_locals.items())
+            raise AssertionError(f"{error}\n{values}") from error
 
 
-def on_ranks(*worlds: int) -> Callable[[Callable], Callable]:
-    """Let a test run on all of so many gloo ranks, which get its parameters and fixtures.
+def on_ranks(*worlds: int, fixture: str = "ranks") -> Callable[[Callable], Callable]:
+    """Let a test run on all of so many ranks of the pools of a fixture, which get its parameters and fixtures.
 
     Without a number of ranks `world` is a parameter of the test.
     """
@@ -248,10 +255,12 @@ def on_ranks(*worlds: int) -> Callable[[Callable], Callable]:
     def decorate(body: Callable) -> Callable:
         names, function = list(inspect.signature(body).parameters), _Body(body.__module__, body.__qualname__)
 
-        def test(ranks: RankPools, **given: Any) -> None:
-            ranks(given["world"] if "world" in given else worlds[0], function, {name: given[name] for name in names})
+        def test(**given: Any) -> None:
+            given[fixture](
+                given["world"] if "world" in given else worlds[0], function, {name: given[name] for name in names}
+            )
 
-        needed = dict.fromkeys(["ranks", *(["world"] if len(worlds) != 1 else []), *names])
+        needed = dict.fromkeys([fixture, *(["world"] if len(worlds) != 1 else []), *names])
         kind = inspect.Parameter.KEYWORD_ONLY
         test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in needed])
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):

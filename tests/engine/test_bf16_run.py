@@ -13,7 +13,7 @@ from ds_fp8.report.runs import RunRecord
 from tests.engine.graphs_in_python import Run, model_of, take_step
 from tests.engine.test_graph_decisions import REPLAYED, forward
 from tests.layers.hugging_face import causal_lm
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.report.runs import finished_run
 from tests.zero import models
 

@@ -7,7 +7,7 @@ from deepspeed.utils import safe_get_full_grad
 
 import ds_fp8
 from tests.layers.hugging_face import causal_lm
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 from tests.zero.test_training import QUIET
 

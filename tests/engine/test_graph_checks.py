@@ -14,7 +14,7 @@ from ds_fp8.graphs.conditions import attributes_of_unknown, changed_attribute, u
 from ds_fp8.graphs.driver import PAID_AFTER
 from ds_fp8.graphs.replay import MAX_INTERVAL, CheckSchedule
 from tests.engine.graphs_in_python import Around, Run, model_of
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 SCHEDULE = {"factor": 1.0}  # What the attention of these tests reads at every call
 

@@ -13,7 +13,7 @@ from ds_fp8.graphs.conditions import fingerprint, unknown_code, why_auto_disable
 from ds_fp8.graphs.replay import Shape
 from ds_fp8.zero.deepspeed.hooks import CheckpointState
 from tests.engine.graphs_in_python import Run
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 REPLAYED, CHECKED = "replayed for 0", "checked, eager"
 CAPTURED = f"captured for 0, {CHECKED}"

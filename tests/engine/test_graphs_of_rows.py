@@ -20,7 +20,7 @@ from tests.engine.graphs_in_python import Graphs, Run
 from tests.engine.test_sequence_parallel import sequences
 from tests.layers.hugging_face import causal_lm
 from tests.layers.moe import EXPERTS, mixture, routed_steps
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 CAPTURED = "captured for {}, checked, eager".format

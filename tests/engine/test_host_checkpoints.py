@@ -16,7 +16,7 @@ from ds_fp8.engine import model as checkpointing_section
 from ds_fp8.graphs.conditions import why_not_recomputed
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, _Input, keep_on_host, recomputed_by
 from tests.layers.hugging_face import causal_lm, tokens
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 from tests.zero.test_training import QUIET
 

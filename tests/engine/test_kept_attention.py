@@ -12,7 +12,7 @@ from ds_fp8.layers.attention import selective_checkpointing
 from ds_fp8.layers.attention.format import use_fp8_attention
 from ds_fp8.layers.attention.selective_checkpointing import OPERATORS, keep_attention
 from tests.layers.hugging_face import causal_lm, tokens
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 LAYERS = 3

@@ -24,7 +24,7 @@ from ds_fp8.layers.attention import documents
 from ds_fp8.layers.attention.format import use_fp8_attention
 from ds_fp8.train import packed_attention
 from ds_fp8.zero.collectives import first_reason
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 

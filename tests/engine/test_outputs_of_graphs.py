@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from ds_fp8.graphs.replay import watched
 from tests.engine.graphs_in_python import Run, engine_of, model_of
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 peft = pytest.importorskip("peft")
 

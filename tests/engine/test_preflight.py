@@ -16,7 +16,7 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine import preflight
 from ds_fp8.engine.preflight import check, check_compiles, check_launch, check_parallelism, check_trains
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 GOOD = {
     "train_micro_batch_size_per_gpu": 1,

@@ -17,7 +17,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import leaves_preset_open, with_preset
 from ds_fp8.engine.model import weights_are_trained
 from tests.layers.hugging_face import causal_lm
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 OPEN = {"monitor": {"every": 0}}

@@ -21,7 +21,7 @@ from ds_fp8.engine.report import why_slow
 from ds_fp8.layers.experts.experts import FP8Experts
 from tests.layers.hugging_face import causal_lm
 from tests.layers.moe import mixture
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 from tests.zero.test_experts import engine_of, train
 

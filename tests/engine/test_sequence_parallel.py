@@ -19,7 +19,7 @@ from ds_fp8.config.sequence_parallel import check_heads, check_layers, check_rot
 from ds_fp8.layers.attention import documents
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 RANKS = 2

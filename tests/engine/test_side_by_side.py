@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 import ds_fp8
 from ds_fp8.layers.linear.linear import FP8Linear
 from ds_fp8.layers.linear.weights import UNSHARDED
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 from tests.zero.test_training import QUIET, assert_same
 

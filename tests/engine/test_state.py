@@ -17,7 +17,7 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.config.presets import PRESETS
 from ds_fp8.train.resume import load_on_other_ranks
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 AUTOMATIC = {"preset": "fp8lm_o1"}

@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import ds_fp8
 from ds_fp8.train import packed_attention
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 pytestmark = pytest.mark.gpu
@@ -283,7 +283,7 @@ def hook_of_others(engine, step):
         engine.module.model.layers[1].register_forward_hook(lambda *_: None)
 
 
-@on_ranks(1, "gpu_ranks")
+@on_ranks(1, fixture="gpu_ranks")
 def test_by_itself_only_known_code_is_captured():
     known, hooked = (trained("auto", between=between) for between in (None, hook_of_others))
     assert known[3] == (None, 1)
@@ -397,13 +397,13 @@ def test_fused_adapters_train_as_graphs_by_themselves(world, dpo, dropout):
 
 @two_gpus
 @pytest.mark.parametrize("graph", ["off", "auto"])
-@on_ranks(2, "gpu_ranks")
+@on_ranks(2, fixture="gpu_ranks")
 def test_a_base_that_every_gpu_has_whole_trains_the_same_adapters(graph):
     theirs, ours = (with_adapters(graph, frozen=codes) for codes in ("sharded", "whole"))
     assert ours[:2] == theirs[:2], ours[2]
 
 
-@on_ranks(1, "gpu_ranks")
+@on_ranks(1, fixture="gpu_ranks")
 def test_fused_adapters_train_as_those_that_peft_runs():
     fused, unfused = (with_adapters("off", fuse=fuse)[0] for fuse in ("auto", "off"))
     for ours, theirs in zip(fused, unfused, strict=True):
@@ -437,7 +437,7 @@ def compile_the_module(engine, step):
         engine.compile(backend="eager")
 
 
-@on_ranks(1, "gpu_ranks")
+@on_ranks(1, fixture="gpu_ranks")
 def test_a_module_compiled_on_the_way_leaves_its_graphs_and_says_so():
     launched, captured = both(between=compile_the_module)
     assert captured[0] == pytest.approx(launched[0], rel=1e-2)
@@ -457,7 +457,7 @@ def test_process_groups_can_end_before_the_engine(world, tmp_path):
     assert json.loads((tmp_path / "step.json").read_text())["rows"][0]["graphs"] == 1
 
 
-@on_ranks(1, "gpu_ranks")
+@on_ranks(1, fixture="gpu_ranks")
 def test_a_backward_that_comes_twice_is_an_error():
     engine = engine_of("on")
     for step in range(4):
@@ -473,7 +473,7 @@ def test_a_backward_that_comes_twice_is_an_error():
 
 
 @two_gpus
-@on_ranks(2, "gpu_ranks")
+@on_ranks(2, fixture="gpu_ranks")
 def test_ranks_with_other_shapes_agree():
     """The ranks' batches have shapes of their own in every second step."""
     theirs, ours = both(lengths=(LENGTH, LENGTH + 128 * dist.get_rank()), steps=12)

@@ -23,8 +23,7 @@ from tests.engine.test_sequence_parallel import losses
 from tests.layers.hugging_face import causal_lm
 from tests.layers.test_sequence_parallel import shared
 from tests.numerics import error
-from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
+from tests.ranks import RankPool, on_ranks
 
 UNAVAILABLE = fp8_attention_cudnn.unavailable()
 pytestmark = [
@@ -154,7 +153,7 @@ def test_attention_of_two_gpus_is_that_of_one(gpu_ranks, heads, kv_heads, counts
             assert to_fp32[name] < 1.1 * of_one[name], name
 
 
-@on_ranks(RANKS, "gpu_ranks")
+@on_ranks(RANKS, fixture="gpu_ranks")
 def test_only_the_first_layer_waits_for_the_device():
     given = operands(4, 2, 1, 2048)
     with attention_of(4, 2, torch.arange(2048)[None]) as layer:

@@ -21,7 +21,7 @@ from ds_fp8.train import Lora
 from ds_fp8.train.adapters import add_adapters, with_adapters_merged
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 FP8 = {"monitor": {"every": 0}}

@@ -23,7 +23,7 @@ from tests.integrations.programs import (
     small_tokenizer,
     training_arguments,
 )
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 STEPS = 6
 FP8 = {"monitor": {"every": 0}}

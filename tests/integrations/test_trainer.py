@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer
 import ds_fp8
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints
 from tests.integrations.programs import counting, deepspeed_config, history, installed, small_model, training_arguments
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 STEPS = 4
 

@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 from peft import LoraConfig, PeftModel
 
 from tests.integrations.programs import arguments, history, installed, small_model, small_tokenizer
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 WORDS = ("one", "two", "three", "four", "five", "six")
 COAT = {"preset": "coat"}

@@ -19,7 +19,7 @@ from ds_fp8.export.engines import served_plan, served_tensors
 from ds_fp8.integrations import vllm
 from tests.export.trained import gather_failing
 from tests.integrations.vllm_models import engine_of, refusal
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 
 class StandIn(ThreadingHTTPServer):

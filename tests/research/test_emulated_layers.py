@@ -10,7 +10,7 @@ from ds_fp8.gemm import scaled_matmul
 from ds_fp8.layers.linear.linear import FP8Linear
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.numerics import error
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 
 IN_BF16 = {"param_gather": {"format": "bf16"}}

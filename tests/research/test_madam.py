@@ -9,8 +9,8 @@ from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine.preflight import check
 from ds_fp8.research.madam import Madam
-from tests.on_ranks import on_ranks
 from tests.optim.numbers import gradients
+from tests.ranks import on_ranks
 from tests.zero import models
 
 

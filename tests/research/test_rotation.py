@@ -20,7 +20,7 @@ from ds_fp8.research.formats import ResearchSpec, cast_matrix
 from ds_fp8.zero.param import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.linears import fp8_linear, results_of
-from tests.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.zero import models
 from tests.zero.shard_casts import cast_on_all_ranks, weights_of
 

@@ -110,7 +110,7 @@ def chart(
     last = max(line.steps[-1] for line in lines)
 
     def x(step: float) -> float:
-        return 8 + (WIDTH - LEFT - 16) * (step / last if last else 0.5)
+        return 8 + (WIDTH - LEFT - 24) * (step / last if last else 0.5)
 
     def y(value: float) -> float:
         share = (value - low) / (high - low)

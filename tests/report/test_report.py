@@ -144,7 +144,7 @@ def test_what_a_chart_draws():
     places = [tuple(map(float, place.split())) for place in path.split("L")]
     assert len(places) == charts.MAX_POINTS
     assert all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(places))  # SVG counts downwards
-    assert places[150] == pytest.approx((155, (charts.HEIGHT - charts.TOP - charts.BOTTOM) / 2), abs=2)
+    assert places[150] == pytest.approx((151, (charts.HEIGHT - charts.TOP - charts.BOTTOM) / 2), abs=2)
     assert (labels(picture), "a &lt;b&gt;" in picture, "T &amp; t" in picture) == (
         [0, 0.2, 0.4, 0.6, 0.8, 1],
         True,

@@ -63,7 +63,7 @@ def main() -> int:
     from deepspeed.utils.logging import set_log_level_from_string
     from rich.console import Console
 
-    from ds_fp8.memory.estimate import bf16_twins, estimate, gpu_of, largest_that_fits, longest_contexts
+    from ds_fp8.memory.estimate import bf16_stages, estimate, gpu_of, largest_that_fits, longest_contexts
     from ds_fp8.memory.report import print_estimates, verdict_of
     from ds_fp8.memory.shapes import with_known_model
 
@@ -77,8 +77,8 @@ def main() -> int:
     try:
         stage = estimate(raw, gpus=arguments.gpus)
         fp8 = stage.workload.fp8
-        twins = bf16_twins(raw, fp8) if fp8.enabled else {}
-        estimates = {STAGE: stage} | {name: estimate(twin, gpus=arguments.gpus) for name, twin in twins.items()}
+        in_bf16 = bf16_stages(raw, fp8) if fp8.enabled else {}
+        estimates = {STAGE: stage} | {name: estimate(other, gpus=arguments.gpus) for name, other in in_bf16.items()}
     except UserError as error:
         raise (error.located(file) if file else error) from None
     verdict = None if memory is None else verdict_of(raw, stage, memory, arguments.gpu and arguments.gpu.lower())

@@ -232,12 +232,12 @@ def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
     yield phase("backward of the embedding", parts)
 
 
-def bf16_twins(raw: Mapping[str, Any], fp8: FP8Config) -> dict[str, dict[str, Any]]:
+def bf16_stages(raw: Mapping[str, Any], fp8: FP8Config) -> dict[str, dict[str, Any]]:
     """Return the stage in BF16 by name: with the loss that it has with FP8, as Liger's, and with the model's own."""
-    twins = {"BF16, its own loss": {"enabled": False}}
+    sections = {"BF16, its own loss": {"enabled": False}}
     if fp8.fuses_loss:
-        twins = {"BF16, fused loss": {"enabled": False, "loss": {"mode": "fused"}}, **twins}
-    return {name: {**raw, "fp8": section} for name, section in twins.items()}
+        sections = {"BF16, fused loss": {"enabled": False, "loss": {"mode": "fused"}}, **sections}
+    return {name: {**raw, "fp8": section} for name, section in sections.items()}
 
 
 # ---------------------------------------------------------------- what fits

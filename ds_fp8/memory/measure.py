@@ -1,4 +1,4 @@
-"""What a decoder layer saves for backward and what its backward allocates, measured on the meta device.
+"""Measure what a decoder layer saves for backward, and what its backward allocates, on the meta device.
 
 The layer of transformers, converted as in training, runs forward and backward; tensors have shapes and no memory. Every
 storage is counted from the operation that makes it until its last reference goes:
@@ -8,7 +8,7 @@ storage is counted from the operation that makes it until its last reference goe
     kept: what is alive without y                                        peak: the most that is alive
 
 The references of kernels run there. On a GPU their temporaries are registers: of a function that has a Triton kernel
-the results alone are counted, beside its inputs. Attention, whose kernels differ, is replaced by what they save and
+the results alone are counted, and its inputs. Attention, whose kernels differ, is replaced by what they save and
 allocate. Weights are unsharded before, and a gradient goes to its reduction when it arrives: states.py has both.
 """
 
@@ -43,7 +43,7 @@ META = torch.device("meta")
 
 
 class Attention(NamedTuple):
-    """What depends on the kernel of attention."""
+    """Properties of an attention kernel that its memory depends on."""
 
     shared_by: int  # GPUs that share a sequence: each has all tokens of some heads
     grouped: bool  # Whether the kernel reads one k and v for several heads of q
@@ -122,7 +122,7 @@ class Live(TorchDispatchMode):
             self._add(tensor, 0)
 
     def run(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a kernel's reference: its results count, beside its inputs, and its temporaries do not."""
+        """Run a kernel's reference and return its results, which count; its temporaries do not."""
         self._kernels += 1
         try:
             return kernel(*args, **kwargs)

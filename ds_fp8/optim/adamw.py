@@ -41,7 +41,7 @@ _WITHOUT = "resume without the optimizer's state"
 
 @dataclass(frozen=True)
 class AdamStep:
-    """What one step of a parameter depends on but its tensors; `number` counts from 1."""
+    """Scalars of one step of a parameter, and where they live on the device; `number` counts from 1."""
 
     number: float
     lr: float

@@ -1,4 +1,4 @@
-"""What a run logs and shows: metrics.jsonl, monitors, the health of FP8, progress, the summary of a run."""
+"""Log and show a run: metrics.jsonl, monitors, the health of FP8, progress, the summary of a run."""
 
 from __future__ import annotations
 

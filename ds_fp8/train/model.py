@@ -288,7 +288,7 @@ def _prepare(stage: Stage, model: torch.nn.Module) -> torch.nn.Module:
 def _where_to_draw(config: PretrainedConfig) -> torch.device:
     """Return where to make untrained weights: on the GPU, which is faster, if they fit into a quarter of it.
 
-    It follows from the model and the kind of GPU alone: a run and its twin begin with the same weights.
+    It follows from the model and the kind of GPU alone: an FP8 run and its BF16 run begin with the same weights.
     """
     if get_accelerator().device_name() != "cuda":
         return torch.device("cpu")

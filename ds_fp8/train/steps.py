@@ -128,7 +128,7 @@ def peak_memory(device: torch.device) -> tuple[int, int]:
 
 
 def begin_peak_memory() -> int:
-    """On a CPU let peak_memory begin anew, and return what the process holds beside its tensors; else 0."""
+    """On a CPU let peak_memory begin anew, and return the bytes of the process without its tensors; else 0."""
     if get_accelerator().device_name() != "cpu":
         return 0
     with contextlib.suppress(OSError):

@@ -52,7 +52,7 @@ SCALE_ALIGNMENT = 4
 
 
 class State(Enum):
-    """What modules and users find in the Parameter."""
+    """Form in which modules and users find a weight in its Parameter."""
 
     SHARDED = "sharded"
     UNSHARDED = "unsharded in FP8"  # the quantized weight in an attribute; its data is a placeholder of NaN

@@ -83,7 +83,8 @@ def draw(tree: Path, rooms: list[str], seed: int, count: int) -> list[dict]:
 
 def run_tests(tree: Path, tests: list[str], limit: float) -> dict:
     """Run tests until the first that fails; return whether one did, the seconds, and which."""
-    surroundings = {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+    surroundings = {"PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:

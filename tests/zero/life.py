@@ -261,8 +261,8 @@ class Life:
     def step_of_two_losses(self) -> None:
         if "reentrant" in self.options:  # DeepSpeed refuses
             return
-        if any(engine.fp8.graphs is not None and engine.fp8.graphs.captured for engine in self.engines):
-            return  # refused too: a graph keeps the activations of one forward
+        if any(engine.fp8.graphs is not None for engine in self.engines):
+            return  # a graph keeps the activations of one forward, and the second loss may be the one that is captured
         for engine in self.engines:
             for _ in range(self.micro_batches):
                 engine.backward(self.loss(engine, self.number) + self.loss(engine, self.number + 1))

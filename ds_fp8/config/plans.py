@@ -59,7 +59,7 @@ class StatePrecision:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Which weights are in FP8, and how ZeRO-3 shards and all-gathers them."""
+    """The choice of weights in FP8, and how ZeRO-3 shards and all-gathers them."""
 
     weight: CastSpec
     overrides: Mapping[str, CastSpec | None]  # by pattern, the first match applies; None: BF16

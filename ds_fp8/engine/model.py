@@ -1,4 +1,4 @@
-"""What `initialize` finds in and changes on a model: trained weights, prefetch limits, recomputation, caches."""
+"""Inspect and change a model for `initialize`: trained weights, prefetch limits, recomputation, caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks decide from the facts that hold on each of them, and whether a replay and an eager run agree.
+"""Decide on all ranks alike from the facts of each, and whether a replay and an eager run agree.
 
 The first part is the protocol: ranks exchange facts on the host, and `decide` maps them to one action. The second: a
 graph keeps every Python value that its capture met: attributes, schedules by the number of steps, branches taken on
@@ -56,7 +56,7 @@ class State(Enum):
 
 
 class Action(Enum):
-    """What all ranks do with a micro-batch."""
+    """An action that all ranks take for a micro-batch."""
 
     EAGER = "eager"
     CAPTURE = "capture"  # and decide again

@@ -1,4 +1,4 @@
-"""Why a micro-batch cannot run as a CUDA graph: reasons of the engine, of the model's Python code, of one call.
+"""Reasons against a CUDA graph of a micro-batch: of the engine, of the model's Python code, of one call.
 
 All functions are pure; the driver compares their answers over the ranks and acts.
 """

@@ -41,7 +41,7 @@ from ds_fp8.layers.selection import (
 
 @dataclass(frozen=True)
 class LayersPlan:
-    """How the layers of a model compute."""
+    """The computation of a model's layers."""
 
     recipe: LinearRecipe
     overrides: Mapping[str, LinearRecipe | None]  # by pattern, the first match applies; None: BF16

@@ -1,4 +1,4 @@
-"""What memory depends on: the model's shapes, the tokens of a micro-batch and DeepSpeed's settings.
+"""Inputs of an estimate: the model's shapes, the tokens of a micro-batch and DeepSpeed's settings.
 
 Shapes are read off the model built on the meta device and converted as in training. Because the very code that converts
 and fuses decides here too, an estimate knows which layers will be fused, which linears stay in BF16 and whether the

@@ -201,7 +201,7 @@ def usual_client_state():
 @pytest.mark.parametrize(
     ("stage", "section"),
     [(3, {"preset": "compact"}), (3, {"enabled": False}), (2, {"enabled": False})],
-    ids=["fp8", "twin", "twin of stage 2"],
+    ids=["fp8", "bf16", "bf16 at stage 2"],
 )
 @on_ranks(1)
 def test_no_code_of_a_checkpoint_runs_but_where_it_is_trusted(tmp_path, section, stage, crafted):

@@ -38,7 +38,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Life:
-    """An engine, its twin where there is one, and what they must be."""
+    """One or two engines, and what they must be."""
 
     def __init__(self, options: dict[str, Any], folder: str, seed: int, sizes: tuple[int, int]):
         self.options, self.folder, self.draw = options, folder, random.Random(seed)

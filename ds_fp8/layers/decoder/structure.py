@@ -111,7 +111,7 @@ IN_PLACE = re.compile(r"\w\.[a-z]\w*[a-z]_\(|[-+*/]= ")  # x.add_( or x += y
 
 
 class Unfusable(Exception):
-    """Why a layer or MLP is not fused."""
+    """The reason why a layer or MLP is not fused."""
 
 
 def head_layout_of(attention: nn.Module) -> HeadLayout:

@@ -67,7 +67,7 @@ class Handle:
 
 
 class Hooks:
-    """What is called in place of the methods of one engine of any ZeRO stage, in the order of `install`."""
+    """Replacements of the methods of one engine of any ZeRO stage, in the order of `install`."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, count_gather: Callable[[int, object], None] | None = None):
         """Replace the methods of an engine; `count_gather` gets the bytes and the group of DeepSpeed's own gathers."""

@@ -52,7 +52,7 @@ class _GathersBehind(_Discarded):
 
 
 class MicroStep:
-    """What forward and backward of one micro-batch read, write and count in a ZeRO-3 engine outside of the model."""
+    """State of a ZeRO-3 engine outside the model that forward and backward of one micro-batch read, write and count."""
 
     def __init__(
         self,

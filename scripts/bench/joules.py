@@ -195,7 +195,7 @@ def updates(options: argparse.Namespace, tokens: int) -> Iterator[Kernel]:
         run = update.one_pass(weights, scales)
         yield Kernel("update", name, "FP32, FP8 weights, one pass", run, numel * (16 + 12 + 1), BYTE)
     run = update.two_kernels(weights, scales, "e4m3_expanded")
-    yield Kernel("update", name, "moments of coat, FP8 weights", run, numel * (6 + 4 + 2 + 6 + 4 + 1), BYTE)
+    yield Kernel("update", name, "moments of coat, FP8 weights", run, numel * (8 + 6 + 4 + 4 + 1), BYTE)
     source = torch.randint(0, 255, (2**20 if options.quick else 2**29,), dtype=torch.uint8, device=device())
     run = partial(torch.empty_like(source).copy_, source)
     yield Kernel("update", f"copy of {source.nbytes >> 20} MiB", "copy", run, 2 * source.nbytes, BYTE)

@@ -21,6 +21,7 @@ TINY = {
     "experts": "--preset precise --tokens 16",
     "gemms": "--presets infir2 --backends reference --tokens 16",
     "update": "",
+    "joules": "--parts products,attention,layers --tokens 16 --seconds 0.001",
     "layers": "--layers 1 --length 16 --sequences 1 --repeats 1 --only hf,infir2",
 }
 FP8_ERROR = 0.01, 0.15  # Of a layer or an attention, relative: less would mean that nothing was cast

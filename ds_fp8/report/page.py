@@ -61,6 +61,7 @@ ROWS = (
     ("attention's exchange, MB a step", "exchange_bytes", "{:,.2f}", 1e6, "{:.2f}×"),
     ("peak memory, GiB", "peak_memory_bytes", "{:,.2f}", 2.0**30, "{:.2f}×"),
     ("tokens per second", "tokens_per_second", "{:,.0f}", 1.0, "{:.2f}×"),
+    ("mJ per token", "millijoules_per_token", "{:,.1f}", 1.0, "{:.2f}×"),
     ("skipped steps", "skipped_steps", "{:,.0f}", 1.0, ""),
     ("entropy of tokens per expert, end", "entropy", "{:.3f}", 1.0, ""),
     ("largest expert's share, %, end", "largest_share", "{:.1f}", 0.01, ""),
@@ -122,6 +123,7 @@ def run_figures(run: RunRecord) -> dict[str, Any]:
         # One rank alone sends nothing.
         **{key: result["bytes_per_step"].get(key) or None for key in SENT},
         **{key: result[key] for key in ("tokens_per_second", "peak_memory_bytes", "skipped_steps")},
+        "millijoules_per_token": result.get("millijoules_per_token"),
         "routing": routing and {**routing["routing"]["mean"], "auxiliary_loss": routing.get("auxiliary_loss")},
         "spikes": run.spikes,
         "concerns": concerns(run),

@@ -185,7 +185,8 @@ class Health(Callback):
 def summarise(log: MetricsLog, steps: int) -> Record:
     """Return the figures of a run of `steps` steps.
 
-    Losses are in nats per token, bytes per step and rank, durations in seconds, speed in tokens/s.
+    Losses are in nats per token, bytes per step and rank, durations in seconds, speed in tokens/s, energy in mJ of
+    the GPUs of all ranks.
 
     `final_loss` is the validation loss after the last step, computed as in training; `final_loss_bf16` that of the BF16
     weights which the run writes, without casts: of a run without casts the same. `last_train_loss` is the mean of the
@@ -194,10 +195,12 @@ def summarise(log: MetricsLog, steps: int) -> Record:
     logged = [record for record in log.records if "loss" in record]
     lost = max((place for place, record in enumerate(log.records) if record.get("event") == LOST), default=-1)
     last = [record["loss"] for record in log.records[lost + 1 :] if record.get("loss") is not None][-LAST_LOSSES:]
-    losses, speed, seconds, memory, skipped = (
+    losses, speed, energy, seconds, memory, skipped = (
         [record[key] for record in logged if record.get(key) is not None]
-        for key in ("loss", "tokens_per_second", "step_seconds", "memory_bytes", "skipped_steps")
-    )
+        for key in (
+            "loss", "tokens_per_second", "millijoules_per_token", "step_seconds", "memory_bytes", "skipped_steps"
+        )
+    )  # fmt: skip
     return {
         "steps": steps,
         "first_loss": losses[0] if losses and lost < 0 else None,
@@ -215,6 +218,8 @@ def summarise(log: MetricsLog, steps: int) -> Record:
         "bytes_per_step": {key: _mean(logged, key) for key in BYTES},
         # The median: the first step compiles, and a save or an evaluation may fall between two readings.
         "tokens_per_second": median(speed) if speed else None,
+        # The mean: the counter moves a few times a second, and short steps get too many of its joules or none.
+        "millijoules_per_token": fmean(energy[1:] or energy) if energy else None,
         "step_seconds": median(seconds) if seconds else None,
         "peak_memory_bytes": max(memory, default=None),
         "skipped_steps": skipped[-1] if skipped else 0,
@@ -287,6 +292,8 @@ def _figures(record: Record) -> str:
         f"{record['tokens_per_second']:,.0f} tokens/s",
         f"{record['memory_bytes'] / 2**30:.2f} GiB",
     ]
+    if "millijoules_per_token" in record:
+        parts.insert(-1, f"{record['millijoules_per_token']:.1f} mJ/token")
     if "saturated" in record:
         parts.append(f"FP8 saturated {record['saturated']:.2%} flushed {record['underflow']:.2%}")
     if record["skipped_steps"]:

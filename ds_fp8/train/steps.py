@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_fp8.data import StageData
+from ds_fp8.monitor.energy import energy_counter
 from ds_fp8.monitor.records import Record
 from ds_fp8.train.batches import BatchesAhead
 from ds_fp8.train.stage import Stage
@@ -45,6 +47,7 @@ class Steps:
         self._batches = BatchesAhead(stage, data, engine.device)
         self._losses: list[torch.Tensor] = []
         self._tokens, self._learning_rate, self._started = 0, 0.0, 0.0
+        self._joules = energy_counter(engine.device)
         self._longest_unread = 1
 
     @property
@@ -60,7 +63,7 @@ class Steps:
         """Do the optimizer step over the batch of a step of the data. Collective; nothing of it is read."""
         engine = self._engine
         if not self._losses:
-            self._tokens, self._started = 0, time.perf_counter()
+            self._tokens, self._started, self._drawn = 0, time.perf_counter(), self._joules and self._joules()
             if engine.fp8.wire is not None:
                 engine.fp8.wire.take()  # bytes sent by evaluation do not belong to a step
         step = self._batches.take(data_step)
@@ -92,10 +95,13 @@ class Steps:
         # The losses are read first: the clock stops when all of the steps is done.
         means = losses.tolist()
         seconds = (time.perf_counter() - self._started) / count
+        # A place for each rank's joules, which the maximum over ranks fills. inf: the rank has no counter.
+        drawn = [0.0] * dist.get_world_size()
+        drawn[dist.get_rank()] = self._joules() - self._drawn if self._joules else math.inf
         # In FP64, for bytes of memory exceed the integers that FP32 holds exactly.
-        most = torch.tensor([*peak_memory(engine.device), seconds], dtype=torch.float64, device=engine.device)
+        most = torch.tensor([*peak_memory(engine.device), seconds, *drawn], dtype=torch.float64, device=engine.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        memory, reserved, slowest = most.tolist()
+        memory, reserved, slowest, *drawn = most.tolist()
         # By the slowest rank, agreed above: all ranks read after the same number of steps.
         self._longest_unread = max(1, int(SECONDS_UNREAD / slowest))
         # Reading the meter empties it: what is taken here belongs to the steps since the last reading.
@@ -110,6 +116,8 @@ class Steps:
             "tokens": self._tokens // count,
             "step_seconds": seconds,
             "tokens_per_second": self._tokens / count / seconds,
+            # Of the GPUs of all ranks
+            **({"millijoules_per_token": 1e3 * sum(drawn) / self._tokens} if math.isfinite(sum(drawn)) else {}),
             **(engine.fp8.saturation() or {}),
             **{key: value // count for key, value in sent.items()},
         }

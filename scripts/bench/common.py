@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,12 +26,17 @@ from ds_fp8.config.schema import nearest
 from ds_fp8.engine.plans import recipe_from_config
 from ds_fp8.gemm import BACKENDS, unavailable
 from ds_fp8.layers.linear.recipe import LinearRecipe
+from ds_fp8.monitor.energy import energy_counter
 
 PACKAGES = ("ds-fp8", "torch", "triton", "transformer-engine", "transformers", "liger-kernel", "torchao", "deepspeed")
 TABLE_WIDTH = 240  # Columns of a table that goes to a file or a pipe, where nobody says how wide the screen is
 
 # Spread of random weights and output gradients; inputs have 1. Only the errors depend on it, and barely.
 WEIGHT_STD, GRADIENT_STD = 0.02, 1e-3
+
+# Of `sustained`: the share of the time that is run before, until clocks are those of the power limit, and the seconds
+# that the GPU is given to do at once
+SETTLE, CHUNK = 0.15, 0.008
 
 
 class ModelSize(NamedTuple):
@@ -130,6 +137,97 @@ def measure(function: Callable[[], Any], *, milliseconds: float = 120.0, warmup_
     function()
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=milliseconds / 1e3).median * 1e3
+
+
+class Sustained(NamedTuple):
+    """A call in a steady state. `joules` is None where nothing counts them."""
+
+    milliseconds: float
+    joules: float | None = None
+
+    @property
+    def watts(self) -> float | None:
+        return self.joules and self.joules / self.milliseconds * 1e3
+
+
+def sustained(function: Callable[[], Any], seconds: float = 2.0, replay: bool = True) -> Sustained:
+    """Return duration and energy of `function()`, called back to back for at least `seconds`, after SETTLE of them.
+
+    On a GPU calls are replayed as CUDA graphs of about CHUNK seconds, so that the GPU never waits for the host; without
+    `replay` they are launched anew. What fits into the L2 cache stays there. The energy is the power between the first
+    and the last move of the counter, times the duration.
+    """
+    chunk, calls, synchronize = _chunk(function, replay)
+    counter = energy_counter(device())
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < SETTLE * seconds:
+        chunk()
+        synchronize()
+    moves: list[tuple[float, float]] = []  # when the counter was found to have moved, and to what
+    last, chunks, begin = counter and counter(), 0, time.perf_counter()
+    # Where nothing is ever counted, as long: a counter that stands still is no reason to go on.
+    while (passed := time.perf_counter() - begin) < seconds or (counter and len(moves) < 2 and passed < 2 * seconds):
+        chunk()
+        synchronize()
+        chunks += 1
+        if counter and (count := counter()) != last:
+            last = count
+            moves.append((time.perf_counter(), count))
+    if device().type == "cuda":
+        torch.cuda.synchronize()  # what is replayed may be freed then
+    milliseconds = passed * 1e3 / (chunks * calls)
+    if len(moves) < 2:
+        return Sustained(milliseconds)
+    (first, before), (end, after) = moves[0], moves[-1]
+    return Sustained(milliseconds, (after - before) / (end - first) * milliseconds / 1e3)
+
+
+def count_at_move(counter: Callable[[], float] | None, seconds: float = 1.0) -> float:
+    """Return what `counter` holds when it moves next, on a device that has done all that was asked; NaN without one."""
+    if counter is None:
+        return math.nan
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    before, begin = counter(), time.perf_counter()
+    while (count := counter()) == before:
+        if time.perf_counter() - begin > seconds:  # it stands still: nothing is counted
+            return math.nan
+    return count
+
+
+def _chunk(function: Callable[[], Any], replay: bool) -> tuple[Callable[[], Any], int, Callable[[], None]]:
+    """Return what calls `function` for about CHUNK seconds, how many calls that are, and what waits for the one before.
+
+    The wait leaves one chunk in the GPU's queue.
+    """
+    function()
+    if device().type != "cuda":
+        return function, 1, lambda: None
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    calls = max(1, round(3 * CHUNK / (time.perf_counter() - begin)))
+
+    def run() -> None:
+        for _ in range(calls):
+            function()
+
+    if replay:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay
+    events: list[torch.cuda.Event] = []
+
+    def wait() -> None:
+        events.append(torch.cuda.Event())
+        events[-1].record()
+        if len(events) > 1:
+            events.pop(0).synchronize()
+
+    return run, calls, wait
 
 
 def banner() -> dict[str, str]:

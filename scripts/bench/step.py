@@ -22,7 +22,8 @@ strong scaling. --shared P lets P GPUs share every row of --length tokens. --pro
 step goes.
 
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
-as far ahead as the code lets it, as in training.
+as far ahead as the code lets it, as in training. Where NVML counts joules (nvidia-ml-py), those of a step are the mean
+over the steps behind --warmup, of the GPUs of all ranks; they have to take two seconds.
 
 The model is Qwen2-like, or Qwen3-MoE-like for sizes of mixtures, with random weights of seed 0, made on the GPU; those
 of 32b, 70b, and of qwen3-30b with adapters one by one (--one-by-one), each sharded before the next, frozen ones of FP8
@@ -46,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import banner, device, print_banner, print_table, words, write_json
+from common import banner, count_at_move, device, print_banner, print_table, words, write_json
 from deepspeed import comm as dist
 from step_profile import marked, print_profiles, profiled
 from step_variants import (
@@ -79,6 +80,7 @@ from zero_ranks import (
 import ds_fp8
 from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.graphs.host_checkpoints import keep_on_host
+from ds_fp8.monitor.energy import energy_counter
 from ds_fp8.zero.collectives import allocated_bytes
 
 
@@ -208,7 +210,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         "host_bytes": slowest(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0),
     }
     tokens = [batches(number) for number in range((options.steps + 1) * options.accumulation)]
-    losses, intervals = [], Intervals()
+    losses, intervals, counter = [], Intervals(), energy_counter(device())
     dist.barrier()
     intervals.mark()
     for step in range(options.steps):
@@ -216,12 +218,16 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         if on_gpu and step == (0 if engine.fp8.graphs else options.warmup):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        if step == options.warmup:
+            drawn = count_at_move(counter)
+            intervals.mark()  # the wait for the counter is no step
         engine.fp8.wire.take()
         losses.append(train_step(engine, tokens, step, options.accumulation, options.dpo))
         intervals.mark()
-    durations = intervals.seconds()
+    durations = intervals.seconds()[options.warmup + 1 :]
+    joules = joules_of_steps(count_at_move(counter) - drawn, durations)
     sent = engine.fp8.wire.take()
-    seconds = slowest(statistics.median(durations[options.warmup :]))
+    seconds = slowest(statistics.median(durations))
     curve = torch.stack(losses)
     dist.all_reduce(curve)
     tokens_of_step = options.sequences * options.length * options.accumulation / options.shared
@@ -231,6 +237,8 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         "gpus": dist.get_world_size(),
         "step_seconds": seconds,
         "tokens_per_second_per_gpu": tokens_of_step / seconds,
+        "joules": joules,
+        "millijoules_per_token": joules and joules / (tokens_of_step * dist.get_world_size()) * 1e3,
         "peak_bytes": slowest(float(torch.cuda.max_memory_allocated() + allocated_bytes())) if on_gpu else None,
         "reserved_bytes": slowest(float(torch.cuda.max_memory_reserved() + allocated_bytes())) if on_gpu else None,
         "graphs": (engine.fp8.graphs.off or engine.fp8.graphs.captured) if engine.fp8.graphs else None,
@@ -250,6 +258,14 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
     return row
 
 
+def joules_of_steps(drawn: float, durations: list[float]) -> float | None:
+    """Return the joules of a step on all ranks, where every rank counts them, over two seconds or more. Collective."""
+    total = torch.tensor(drawn, dtype=torch.float64, device=device())
+    dist.all_reduce(total)
+    counted = total.isfinite() and slowest(sum(durations)) >= 2
+    return total.item() / len(durations) if counted else None
+
+
 def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Namespace) -> None:
     base = rows[0]["tokens_per_second_per_gpu"]
     holder = "GPU" if options.shared == 1 else f"{options.shared} GPUs"
@@ -259,6 +275,8 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
         (
             *("variant", "ms", "tokens/s a GPU", f"/ {rows[0]['variant']}", "peak GiB", f"/ {rows[0]['variant']}"),
             *(
+                "J a step",
+                "mJ a token",
                 "reserved",
                 "graphs",
                 "made: s",
@@ -278,6 +296,8 @@ def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Nam
                 row["tokens_per_second_per_gpu"] / base,
                 row["peak_bytes"] and row["peak_bytes"] / 2**30,
                 row["peak_bytes"] and row["peak_bytes"] / rows[0]["peak_bytes"],
+                row["joules"],
+                row["millijoules_per_token"],
                 row["reserved_bytes"] and row["reserved_bytes"] / 2**30,
                 "-" if row["graphs"] is None else str(row["graphs"]),  # how many, or why none are left
                 row["made"]["seconds"],

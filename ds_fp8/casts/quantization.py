@@ -1,4 +1,7 @@
-"""QuantizedTensor, and quantize for tensors and matrices: Triton on a GPU, plain torch elsewhere, bitwise equal."""
+"""QuantizedTensor, and quantize for tensors and matrices: Triton on a GPU, plain torch elsewhere, bitwise equal.
+
+The reference is scales_for and quantize_with_scale of primitives.py, the kernel is in quantization_triton.py.
+"""
 
 from __future__ import annotations
 

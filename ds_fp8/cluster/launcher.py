@@ -74,7 +74,7 @@ def meaning(code: int) -> int:
     """Return a run's exit code for that of a process, of deepspeed (the largest of all ranks), or of ssh."""
     if code in (EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED):
         return code
-    # 126, 127: no such program on a host. Above: a signal, or ssh without a host.
+    # 126, 127: the program is missing there, and a restart does not help. Above: a signal, or ssh without a host.
     return EXIT_LOST if code == EXIT_LOST or code < 0 or code > 127 else EXIT_FAILED
 
 

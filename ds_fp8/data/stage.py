@@ -46,8 +46,8 @@ class StageData:
     # Returns at most so many held-out questions with known answers, of all sources in turn; none where there are none
     questions: Callable[[int], list[Question]]
     answer_pattern: str | None  # Finds an answer in a text
-    # For each split with rows: the number of rows, and the figures of packing.PackingStats; for training `open_ends`,
-    # the chats of all splits whose last turn's end carries no loss
+    # By split with rows: their number, and the figures of PackingStats (rows.py); for training also `open_ends`, the
+    # chats of all splits whose last turn's end carries no loss
     report: dict[str, Any]
     identity: list[dict[str, Any]]  # Of each source its path, examples, tokens, and a digest of them
 

@@ -90,8 +90,8 @@ def decide(facts: Facts) -> tuple[Action, str | None]:
     if facts.state is State.EAGER:
         return Action.EAGER, None  # the reason is another one on every rank
     if facts.state is State.CAPTURED:
-        # A measured micro-batch runs eagerly, since the monitor's kernels are not in the graph, and is a check as well
-        # where that is possible.
+        # A measured micro-batch runs eagerly, since the monitor's kernels are not in the graph; where a replay is
+        # `comparable`, it is compared with that run.
         if facts.unmeasured and (facts.unchecked or not facts.comparable or not facts.room):
             return Action.REPLAY, None
         return (Action.CHECK if facts.comparable else Action.EAGER), None

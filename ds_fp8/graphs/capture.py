@@ -4,7 +4,7 @@ The graphs of an engine are captured on one stream into one pool, which keeps th
 one is under way at a time. Nothing outside of a graph is allocated there, so eager work (evaluation, measured steps)
 needs other memory. Where that is short the driver frees the graphs, and captures them again behind it.
 
-[Note: process-wide patches] All that this room replaces outside of an engine, each undone in a `finally`:
+[Note: process-wide patches] All that this file replaces outside of an engine, and when that is undone:
 
     what                               why                                                 undone when
     ProcessGroup.shutdown, atexit      NCCL waits for ever for graphs with its collectives the last engine is destroyed

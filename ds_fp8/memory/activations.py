@@ -1,4 +1,4 @@
-"""Bytes that a micro-batch needs: what layers keep and allocate, as measured, the batch, and the loss.
+"""Bytes that a micro-batch needs: what layers keep and allocate (measured by measure.py), the batch, and the loss.
 
 T tokens of a micro-batch on a GPU, H hidden features, V vocabulary.
 """

@@ -68,7 +68,7 @@ class GPU(NamedTuple):
     """A GPU as a training run finds it."""
 
     gib: float  # Memory that CUDA reports in total, GiB: less than the name says
-    limits: str | None = None  # Limits of its FP8 products, None for a Hopper GPU, which has them all
+    limits: str | None = None  # FP8 products that it lacks, in words; None for Hopper, which has all
 
     @property
     def bytes(self) -> int:

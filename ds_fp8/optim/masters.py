@@ -42,7 +42,7 @@ def why_no_correction(spec: CastSpec) -> str | None:
 
 
 def stored_amax(amax: torch.Tensor, scale_type: str) -> torch.Tensor:
-    """Return the amax of masters as stored, from that of the FP32 masters."""
+    """Return the amax of FP32 masters, rounded such that masters stored and read back have the same scale."""
     if SCALE_TYPES[scale_type].powers_of_two:
         # 20 significant bits, the precision of masters around values where the scale changes.
         return _rounded(amax, 4)

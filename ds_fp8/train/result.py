@@ -102,7 +102,7 @@ def _save_adapters(model: PreTrainedModel, state: Mapping[str, torch.Tensor], fo
     """Write the model with its adapters merged into `folder`, and into folder/adapter what PEFT loads."""
     model.save_pretrained(folder / ADAPTER, state_dict=state)
     merged, tied = with_adapters_merged(model, state), model.config.tie_word_embeddings
-    model._hf_peft_config_loaded = False  # by which save_pretrained knows adapters, and writes nothing else
+    model._hf_peft_config_loaded = False  # if true, save_pretrained writes the adapters alone
     model.config.tie_word_embeddings = tied and not ends_ties(model, merged)
     try:
         model.save_pretrained(folder, state_dict=merged)

@@ -1,4 +1,4 @@
-"""Triton kernels that quantize shards (param.py, masters.py): amax, data, residuals of all shards, a launch each.
+"""Triton kernels that quantize shards (param.py, quantizer.py): amax, data, residuals of all shards, a launch each.
 
 Weights are cut into tiles of 128 x 128 elements, a program for each tile with elements of the shard. A program finds
 its weight through `owner`, the weight's geometry in a row of `table`, and its masters by an address in `sources`, since
@@ -313,7 +313,7 @@ def _write_residuals(owner, table, scales, GROUPS: tl.constexpr, DTYPE: tl.const
 
 
 class TritonResidualCast:
-    """ReferenceResidualCast (masters.py) in one launch; masters that are offloaded are copied to the device for it."""
+    """ReferenceResidualCast (quantizer.py) in one launch; offloaded masters are copied to the device for it."""
 
     def __init__(self) -> None:
         self._listed: list[tuple[int, ...]] = []

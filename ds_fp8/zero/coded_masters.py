@@ -132,7 +132,7 @@ class CodedQuantizer(Quantizer):
             weight.master_override = bf16_shard(weight.parameter)  # initial masters, as DeepSpeed's
         self._kernels: dict[int, Any] = {}  # by sub-group, on a GPU
         if self.device.type == "cuda":
-            from ds_fp8.zero.masters_triton import TileStep
+            from ds_fp8.zero.coded_masters_triton import TileStep
 
             coded = {index: some for index, some in self._members.items() if isinstance(some[0][0], FP8Param)}
             self._kernels = {index: TileStep(members) for index, members in coded.items()}
@@ -236,7 +236,7 @@ class CodedQuantizer(Quantizer):
                 remedy="load a checkpoint (load_module_only does not load masters), or end the program",
             )
 
-    # ---------------------------------------------------------------- DeepSpeed's view
+    # ---------------------------------------------------------------- in FP32, for DeepSpeed's getters, loads and saves
 
     def read(self, parameter: nn.Parameter) -> AbstractContextManager:
         if id(parameter) in self._of:

@@ -2,7 +2,7 @@
 
 A program takes a block of 128 x 128 of a weight. It updates PART rows at a time with their new masters in registers;
 then the amax of the block gives scale and data. For blocks shared with another rank it writes the amax, and requantize
-the data (masters.py). Other parameters of a sub-group (vectors, embeddings) are updated in the same launch, as rows of
+the data (quantizer.py). Other parameters of a sub-group (vectors, embeddings) are updated in the same launch, as rows of
 128 elements without data.
 
 Bitwise equal to adamw_step (optim/adamw_step_triton.py) followed by cast_triton.py. Not for compressed moments:

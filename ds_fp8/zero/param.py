@@ -87,7 +87,7 @@ class FP8Param:
         self.offset = shard.start - self.first_row * columns
         # Data have room for an outlier block behind every row, unsharded and in the shard, where shards are whole rows:
         # one rank has all of a row then, and room costs no copy. Not where masters are data and corrections: their step
-        # writes data flat (masters_triton.py).
+        # writes data flat (coded_masters_triton.py).
         whole_rows = shard.numel == rows // shard.world * columns and has_fp32_master(parameter)
         channels = min(outliers.count, columns) if outliers is not None and whole_rows else 0
         self.pitch = width_with_outliers(columns, channels) if channels else columns  # from one row of data to the next
@@ -144,7 +144,7 @@ class FP8Param:
         return scales[self.first_row // self.unit : math.ceil((self.first_row + self.num_rows) / self.unit)]
 
     def into(self, flat: torch.Tensor, cover: torch.Tensor) -> torch.Tensor:
-        """Write the shard's elements of a matrix over the cover into a flat tensor, and return that."""
+        """Copy the shard's elements out of `cover`, all rows that it touches, to the front of `flat`; return `flat`."""
         flat[: self.shard.valid] = cover.flatten()[self.offset : self.offset + self.shard.valid]
         return flat
 

@@ -9,7 +9,7 @@ Norm, factor and the decision to skip stay on the device: AdamW's kernel reads t
 when all of the step is enqueued, whether it was taken: schedulers and counters depend on it.
 
 The update writes FP8 data of the new masters, too: of masters that are data (coded_masters.py), and where a kernel can
-of FP32 ones (masters.py). The group requantizes the rest.
+of FP32 ones (one_pass_triton.py, by quantizer.py). The group requantizes the rest.
 
 Values are those of DeepSpeed's step bit for bit, except that the norm is summed in another order.
 """

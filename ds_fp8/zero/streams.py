@@ -1,4 +1,7 @@
-"""Streams and events of the accelerator, no-ops on devices without streams; ranges of a step in torch's profiler."""
+"""Streams and events of the accelerator, no-ops on devices without streams; ranges of a step in torch's profiler.
+
+A product waits for its all-gather in `finish` of AllGather.begin (collectives.py), called by Handle.wait (hooks.py).
+"""
 
 from __future__ import annotations
 

@@ -103,11 +103,11 @@ def one_kernel(
     gradient, skip = gradients(kept, numel), torch.zeros(1, dtype=torch.int32, device=device())
     make = ReferenceStep
     if device().type == "cuda":
-        from ds_fp8.zero import masters_triton
+        from ds_fp8.zero import coded_masters_triton
 
-        make = masters_triton.TileStep
+        make = coded_masters_triton.TileStep
         if tile is not None:
-            masters_triton.PART, masters_triton.WARPS, masters_triton.PROGRAMS = tile
+            coded_masters_triton.PART, coded_masters_triton.WARPS, coded_masters_triton.PROGRAMS = tile
     step = make(list(zip(weights, starts, strict=True)))
 
     def update() -> None:

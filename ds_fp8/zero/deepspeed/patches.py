@@ -1,4 +1,8 @@
-"""Attributes of an engine, its optimizer, modules and parameters that are replaced until engine.destroy()."""
+"""Replace attributes of an engine, its optimizer, modules and parameters, and undo it at engine.destroy().
+
+DeepSpeed's methods are replaced in hooks.py, those of zero.Init too. Undone earlier: what masters.py replaces while an
+engine is made, micro_step.py and graphs/capture.py for a capture.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def energy_counter(device: torch.device) -> Callable[[], float] | None:
     """Return a function that reads the joules that `device` has drawn since its driver was loaded, or None.
 
     None: on a CPU, without nvidia-ml-py, and where the GPU has no counter (before Volta, in a MIG slice). Reading
-    changes nothing on the GPU. The count moves a few times a second.
+    changes nothing on the GPU. The count moves ten times a second (H200), and a call takes 4 ms.
     """
     if device.type != "cuda":
         return None

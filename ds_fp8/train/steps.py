@@ -63,7 +63,7 @@ class Steps:
         """Do the optimizer step over the batch of a step of the data. Collective; nothing of it is read."""
         engine = self._engine
         if not self._losses:
-            self._tokens, self._started, self._drawn = 0, time.perf_counter(), self._joules and self._joules()
+            self._tokens, self._started = 0, time.perf_counter()
             if engine.fp8.wire is not None:
                 engine.fp8.wire.take()  # bytes sent by evaluation do not belong to a step
         step = self._batches.take(data_step)
@@ -82,6 +82,9 @@ class Steps:
             engine.backward(micro_loss if share == 1 else micro_loss * share)
             engine.step()
             loss += micro_loss.detach().double()
+        if not self._losses:
+            # A call takes 4 ms: here the device works meanwhile.
+            self._drawn = self._joules and self._joules()
         # Kept on the device: `.item()` here would make the host wait for the step before it enqueues the next.
         self._losses.append(loss / (count * dist.get_world_size()))
         self._tokens += step.tokens

@@ -62,6 +62,7 @@ class ModelSize(NamedTuple):
 SIZES = {
     "70b": ModelSize(8192, 28672, 64, 8, 128),  # Llama 3.1 70B
     "32b": ModelSize(5120, 27648, 40, 8, 128),  # Qwen2.5-32B
+    "14b": ModelSize(5120, 13824, 40, 8, 128),  # Qwen2.5-14B
     "8b": ModelSize(4096, 14336, 32, 8, 128),  # Llama 3.1 8B
     "7b": ModelSize(3584, 18944, 28, 4, 128),  # Qwen2.5-7B
     "1.5b": ModelSize(1536, 8960, 12, 2, 128, tied=True),  # Qwen2.5-1.5B

@@ -10,7 +10,11 @@ from pathlib import Path
 import collectives
 import fuzz
 import pytest
+import served_loss
 import step
+import torch
+
+from ds_fp8.casts import quantize
 
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "ERROR"}
@@ -58,6 +62,26 @@ def test_variants_of_a_step_are_measured(ranks):
     assert max(plain[-1] / plain[0], fp8[-1] / fp8[0]) < 1
     assert plain == pytest.approx(fp8, rel=0.01)
     assert ranks(1, losses_of, "infir2", "--lr", "0")[0][-1] > fp8[-1]
+
+
+def test_rounding_by_the_inputs_moments_errs_less_in_the_product():
+    inputs = torch.randn(512, 4).matmul(torch.randn(4, 192)) + 0.1 * torch.randn(512, 192)
+    weight = torch.randn(2, 144, 192)
+    moments = (inputs.t() @ inputs / len(inputs)).expand(2, -1, -1)
+    by_data = served_loss.gptq(weight, moments, "fp32")
+    nearest = torch.stack([quantize(one, "e4m3", "128x128", "fp32").dequantize() for one in weight])
+    errors = [((rounded - weight) @ inputs.t()).norm() for rounded in (by_data, nearest)]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_the_loss_as_served_of_arms_that_go_on_from_a_run_is_measured(tmp_path):
+    file = tmp_path / "found.json"
+    served_loss.main(["--quick", "--json", str(file), "--jobs", "1", "--steps", "10", "--arms", "served,served+pull=1"])
+    whole, drawn = json.loads(file.read_text())["results"]
+    assert whole["same_data"] == drawn["same_data"] == 1
+    served = {name: losses for name, losses in drawn["losses"].items() if "mean" not in name}
+    assert served["bf16"] == pytest.approx(served["fp8"], rel=1e-5)  # masters are the values of their quantized weights
+    assert whole["losses"]["bf16"] != pytest.approx(whole["losses"]["fp8"], rel=1e-5)
 
 
 def figures_of_collectives():

@@ -102,6 +102,12 @@ def fp8_in_words(raw: Mapping[str, Any], fp8: FP8Config) -> str:
     return f"FP8 is on, preset {fp8.preset_name}"
 
 
+def as_served(result: Mapping[str, Any]) -> str:
+    """Say what a run's FP8 export loses, by its result.json: words for brackets, empty where it was not measured."""
+    served, in_bf16 = result.get("final_loss_served"), result.get("final_loss_bf16")
+    return f"validation loss {served:.4f}, {served / in_bf16 - 1:+.2%}" if served and in_bf16 else ""
+
+
 def config_file(name: str) -> Path:
     """Return the file of this name: a path, or one that comes with the package (`infir2_7b/cpt.json`)."""
     path = Path(name)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_fp8.commands.arguments import config_file, parser_of
+from ds_fp8.commands.arguments import as_served, config_file, parser_of
 from ds_fp8.config.errors import UserError, first_paragraph
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def main() -> int:
         layers = [name for name, why in plan.left.items() if why == reason]
         print(f"in BF16: {', '.join(layers[:3])}{f' and {len(layers) - 3} more' if len(layers) > 3 else ''}: {reason}")
     if plan.quantized and fp8.linear.outlier_channels:
-        print("note: the outlier channels of training are in no FP8 folder, but in BF16 ones: --format bf16")
+        lost = f" ({words})" if (words := as_served(_result(checkpoint))) else ""
+        print(f"note: the outlier channels of training are in no FP8 folder{lost}, but in BF16 ones: --format bf16")
     print(f"{arguments.folder}: {len(plan.quantized)} layers in FP8, {len(plan.entries)} tensors")
     return 0
 
@@ -116,6 +117,16 @@ def _find(source: Path) -> tuple[Path, dict[str, Any] | None]:
         merged = f"ds-fp8 export {run_dir} takes the model of the finished run, {MODEL}, where they are merged"
         raise UserError(f"{checkpoint} is of a model with adapters", file=checkpoint, remedy=merged)
     return Path(stored_model(None, str(run_dir)).path), raw
+
+
+def _result(checkpoint: Path) -> dict[str, Any]:
+    """Return the result of the run whose last step is exported; empty where there is none."""
+    from ds_fp8.config.files import read_json
+    from ds_fp8.train.run_folder import RESULT
+
+    file = checkpoint.parent.parent / RESULT
+    result = read_json(file) if file.is_file() else {}
+    return result if checkpoint.name == f"step_{result.get('steps')}" else {}
 
 
 def _load(folder: Path, config: PretrainedConfig, layout: str) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_fp8.cluster.entry import rank_entry
 from ds_fp8.cluster.launcher import TRAIN, add_launch_options, check_launch_options, launch, train_here
-from ds_fp8.commands.arguments import add_stage, check_file, count, parser_of, stage_file
+from ds_fp8.commands.arguments import add_stage, as_served, check_file, count, parser_of, stage_file
 from ds_fp8.commands.new_stage import add_new_stage, check_options, check_run, look_for_network, new_stage
 from ds_fp8.config.errors import EXIT_INTERRUPTED, UserError
 from ds_fp8.config.files import read_json
@@ -156,7 +156,9 @@ def _end(stage: Stage, result: dict[str, Any]) -> list[str]:
     lines.append(f'ask:     ds-fp8 chat {model} "..."')
     layout = _served_layout(stage, read_json(stage.run_dir / MODEL / "config.json"))
     if layout is not None and stage.fp8.linear.outlier_channels:
-        lines.append(f"serve:   vllm serve {model}   (BF16: FP8 folders, of ds-fp8 export, have no outlier channels)")
+        lost = f": {words}" if (words := as_served(result)) else ""
+        why = f"BF16: FP8 folders, of ds-fp8 export, have no outlier channels{lost}"
+        lines.append(f"serve:   vllm serve {model}   ({why})")
     elif layout is not None:
         lines.append(f"export:  ds-fp8 export {folder} {shlex.quote(f'{stage.run_dir}-{layout}')} --format {layout}")
     return lines

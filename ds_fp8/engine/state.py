@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import deepspeed
@@ -13,7 +13,7 @@ from ds_fp8.config.fp8 import FP8Config
 from ds_fp8.engine.health import Health
 from ds_fp8.engine.plans import Plans
 from ds_fp8.graphs.driver import GraphDriver
-from ds_fp8.layers.convert import Conversion, casts, stop_casting
+from ds_fp8.layers.convert import Conversion, casts, drop_outlier_channels, stop_casting
 from ds_fp8.layers.head.loss import LossFusion
 from ds_fp8.monitor.cast_monitor import CastMonitor
 from ds_fp8.monitor.routing import RoutingMeasurement
@@ -84,6 +84,19 @@ class FP8State:
             partition_all(self.engine)  # first: unsharded weights are in FP8, and their readers would expect BF16
             self.weights.end_fp8()
         stop_casting(self.engine.module)
+
+    def compute_as_served(self, in_bf16: Iterable[str]) -> None:
+        """Compute as a server of the FP8 export from now on, for an evaluation after the last step. On all ranks.
+
+        in_bf16: names of the layers that the export holds in BF16.
+        """
+        if self.graphs is not None:
+            self.graphs.reset()
+        if self.weights is not None:
+            partition_all(self.engine)  # first, as above
+        weights = drop_outlier_channels(self.engine.module, in_bf16)
+        if self.weights is not None:
+            self.weights.leave_fp8(weights)
 
     def clock(self) -> int:
         """Return the number of calls of engine.step(), with those before a resume."""

@@ -129,6 +129,16 @@ def served_plan(engine: deepspeed.DeepSpeedEngine) -> Plan:
     return plan_to_serve(engine.module, _in_bf16(engine), engine.fp8.config.linear)
 
 
+def plan_in_fp8(engine: deepspeed.DeepSpeedEngine) -> Plan | None:
+    """Return the plan of the FP8 folder that `ds-fp8 export` writes of a model, or None where it refuses to."""
+    linear = engine.fp8.config.linear
+    layout = "fp8" if linear.weight.granularity == "128x128" else "compressed-tensors"
+    try:
+        return make_plan(engine.module, _in_bf16(engine), linear, layout)
+    except UserError:
+        return None
+
+
 def _in_bf16(engine: deepspeed.DeepSpeedEngine) -> dict[str, str]:
     """Return the linear layers and weights of experts in BF16 in training, with the reason."""
     state = engine.fp8

@@ -183,6 +183,22 @@ def stop_casting(model: nn.Module) -> None:
         fuse_loss(model)
 
 
+def drop_outlier_channels(model: nn.Module, in_bf16: Iterable[str]) -> list[nn.Parameter]:
+    """Let linears compute without outlier channels, nothing fused, and the layers named in BF16.
+
+    Returns the weights of the latter that were in FP8.
+    """
+    modules = dict(model.named_modules())
+    for module in modules.values():
+        if isinstance(module, Fused):
+            unfuse(module)
+    weights = [weight for name in in_bf16 if name in modules for weight in restore(modules[name])]
+    for module in modules.values():
+        if isinstance(module, FP8Linear):
+            module.recipe = replace(module.recipe, outliers=None, outlier_channels=0)
+    return weights
+
+
 def casts(model: nn.Module) -> bool:
     """Return whether any part of a model computes in FP8."""
     return any(

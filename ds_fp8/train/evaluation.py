@@ -18,12 +18,13 @@ from ds_fp8.data import IGNORED, PackedDataset, stop_tokens
 from ds_fp8.data.rows import measured_rows
 from ds_fp8.data.stage import Question, extract_answer
 from ds_fp8.engine.health import check_labels
+from ds_fp8.export.engines import plan_in_fp8
 from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.layers.attention.sequence_parallel import local_sequences
 from ds_fp8.layers.head.loss import withholds_logits
 from ds_fp8.train.batches import Batch, label_tokens, micro_batches
 from ds_fp8.train.loop import Callback, Run
-from ds_fp8.train.metrics import ANSWERS, BF16_LOSS, report
+from ds_fp8.train.metrics import ANSWERS, BF16_LOSS, SERVED_LOSS, report
 from ds_fp8.train.model import Alone, without_casts
 from ds_fp8.train.stage import Stage
 
@@ -144,6 +145,8 @@ class Evaluation(Callback):
             self._measure_answers(run)
 
     def on_end(self, run: Run) -> None:
+        self._measure_as_served(run)
+
         def stopped() -> DeepSpeedEngine:
             run.engine.fp8.stop_casting()  # for good: nothing is trained after it
             return run.engine
@@ -157,6 +160,16 @@ class Evaluation(Callback):
         if run.engine.fp8.casts and not run.log.has(run.step, BF16_LOSS):
             loss = self._loss(run, model(), run.data.validation)
             report(run, BF16_LOSS, loss, f"validation loss of the weights in BF16, without casts, {loss:.4f}")
+
+    def _measure_as_served(self, run: Run) -> None:
+        """Measure what the FP8 export loses with its outlier channels; without any it computes as training."""
+        state = run.engine.fp8
+        if state.casts and state.config.linear.outlier_channels and not run.log.has(run.step, SERVED_LOSS):
+            plan = plan_in_fp8(run.engine)
+            if plan is not None:
+                state.compute_as_served(plan.left)  # for good, as below
+                loss = self._loss(run, run.engine, run.data.validation)
+                report(run, SERVED_LOSS, loss, f"validation loss as served in FP8, by ds-fp8 export, {loss:.4f}")
 
     def _measure_loss(self, run: Run, split: Literal["validation", "test"]) -> None:
         if run.log.value(run.step, f"{split}_loss") is None:

@@ -35,6 +35,7 @@ from ds_fp8.train.steps import Reading, begin_peak_memory
 ANSWERS = "answers"  # The event with the first answers of an evaluation, as text
 # Validation loss, after the last step, of the BF16 weights without casts; in a run that casts
 BF16_LOSS = "validation_loss_bf16"
+SERVED_LOSS = "validation_loss_served"  # likewise, as a server computes with the FP8 export; with outlier channels
 BYTES = ("all_gather_bytes", "grad_bytes", "exchange_bytes")
 LAST_LOSSES = 10
 LOST = "records lost"  # The event of a resume that found fewer records than were written before its checkpoint
@@ -189,8 +190,9 @@ def summarise(log: MetricsLog, steps: int) -> Record:
     the GPUs of all ranks.
 
     `final_loss` is the validation loss after the last step, computed as in training; `final_loss_bf16` that of the BF16
-    weights which the run writes, without casts: of a run without casts the same. `last_train_loss` is the mean of the
-    last ten logged ones. Losses of records that were lost are None.
+    weights which the run writes, without casts: of a run without casts the same. `final_loss_served` is that of the FP8
+    export, None where it computes as training. `last_train_loss` is the mean of the last ten logged ones. Losses of
+    records that were lost are None.
     """
     logged = [record for record in log.records if "loss" in record]
     lost = max((place for place, record in enumerate(log.records) if record.get("event") == LOST), default=-1)
@@ -208,6 +210,7 @@ def summarise(log: MetricsLog, steps: int) -> Record:
         "first_validation_loss": log.value(0, "validation_loss"),
         "final_loss": log.value(steps, "validation_loss"),
         "final_loss_bf16": log.value(steps, BF16_LOSS if log.has(steps, BF16_LOSS) else "validation_loss"),
+        "final_loss_served": log.value(steps, SERVED_LOSS),
         "test_loss": log.value(steps, "test_loss"),
         "exact_match": {
             "before": log.value(0, "exact_match"),

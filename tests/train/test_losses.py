@@ -1,5 +1,7 @@
 """The two losses of a run: as trained, and of the BF16 weights that it writes, without casts."""
 
+import contextlib
+import io
 import json
 import os
 from argparse import Namespace
@@ -9,7 +11,9 @@ import torch
 from deepspeed import comm as dist
 from transformers import AutoModelForCausalLM
 
+from ds_fp8.cli import main
 from ds_fp8.commands.evaluate import _as_json, _loss, _stage
+from ds_fp8.commands.train import _end
 from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer, chat
 from ds_fp8.data.stage import Question
@@ -18,6 +22,7 @@ from ds_fp8.train import load_stage, packed_attention, train
 from ds_fp8.train.evaluation import Alone, exact_match, validation_loss
 from ds_fp8.train.metrics import BF16_LOSS, read_metrics
 from ds_fp8.train.model import build_model, load_model_config
+from ds_fp8.train.served_model import load_served_model
 
 # As DeepSpeed's defaults: weights stay gathered from one forward to the next
 MANY = {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}
@@ -145,6 +150,7 @@ def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tm
         result = json.loads((folder / "result.json").read_text())
         assert result["final_loss_bf16"] == pytest.approx(found, abs=2e-6)  # summed in another order
         assert result["fp8"]["moved_to_bf16"] == []
+        assert result["final_loss_served"] is None  # no layer here can be exported in FP8
         records = read_metrics(folder / "metrics.jsonl")
         in_bf16, as_trained = (
             {r["step"]: r[key] for r in records if key in r} for key in (BF16_LOSS, "validation_loss")
@@ -156,6 +162,37 @@ def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tm
     assert len(losses_of(tmp_path / "True")) == 4 + 3
     if len(ways) == 2:
         assert losses_of(tmp_path / "True") == losses_of(tmp_path / "False")
+
+
+def trained_and_served(file, cache):
+    """The validation loss of the FP8 export of a run, as a server computes with it, and what the export says."""
+    trained(file, cache)
+    stage, said = load_stage(file), io.StringIO()
+    folder = stage.run_dir.with_name("served")
+    if dist.get_rank() == 0:
+        with contextlib.redirect_stdout(said):
+            assert main(["export", str(stage.run_dir), str(folder)]) == 0
+    dist.barrier()
+    options = {"dtype": torch.bfloat16, "attn_implementation": stage.model.attn_implementation}
+    model, serving = load_served_model(folder, "cpu", options)
+    data = build_data(stage.data, build_tokenizer(stage.data))
+    loss = validation_loss(Alone(model), stage, data.validation, stage.train.eval_batches, lambda: None)
+    return loss, serving.layers, said.getvalue()
+
+
+def test_a_run_and_its_export_say_what_its_outlier_channels_lose_as_served(tiny, write, ranks, tmp_path, cache_home):
+    # k and v have 64 rows, no whole blocks: the export holds them in BF16, and q with them.
+    tiny["model"]["config"] |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    tiny["fp8"] |= {"preset": "precise", "linear": {"outlier_channels": 16}}
+    tiny["train"] |= {"run_dir": str(tmp_path / "run"), "steps": 4}
+    loss, layers, said = ranks(2, trained_and_served, write(tiny), str(cache_home))[0]
+    assert len(layers) == 2 * 4
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["final_loss_served"] == pytest.approx(loss, abs=2e-6)
+    assert abs(result["final_loss_served"] - result["final_loss"]) > 1e-5
+    lost = f"validation loss {loss:.4f}, {loss / result['final_loss_bf16'] - 1:+.2%}"
+    assert f"are in no FP8 folder ({lost})" in said
+    assert f"have no outlier channels: {lost})" in "\n".join(_end(load_stage(tmp_path / "stage.json"), result))
 
 
 def test_without_casts_there_is_one_loss(tiny, write, ranks, tmp_path, cache_home):

@@ -1,7 +1,7 @@
 """A pytest plugin: kernels are compiled for Hopper, some variants of each, and none runs.
 
-What tests compare then is garbage. `-p tests.compiled --compiled FOLDER --variants 5`, with TRITON_INTERPRET=0, leaves the code
-of each there, MODULE.KERNEL.NUMBER.ptx and .cubin, or what Triton says against it, .error.
+What tests compare then is garbage. `-p tests.compiled --compiled FOLDER --variants 5`, with TRITON_INTERPRET=0, leaves
+the code of each there, MODULE.KERNEL.NUMBER.ptx and .cubin, or what Triton says against it, .error.
 """
 
 from collections import defaultdict

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = {
     "casts/test_kernels.py": ("both_directions_in_one_pass", "transposed_bytes"),
     "casts/test_outliers.py": ("kernel_of_inputs_is_its_reference", "kernel_of_weights_is_its_reference"),
-    "gemm/test_grouped.py": ("kernel_of_products", "kernel_covers_all_tiles_whatever_the_panel", "kernel_of_wgrad"),
+    "gemm/test_grouped.py": ("each_group_has_its_matrix", "each_group_has_the_gradient_over_its_rows"),
     "monitor/test_statistics.py": ("the_kernel_counts_what_torch_counts", "every_dtype_and_a_strided_matrix"),
     "layers/test_cross_entropy.py": (
         "the_kernel_computes_the_softmax_gradient",

@@ -72,6 +72,7 @@ def test_channels_are_those_of_the_largest_energy_in_ascending_order():
     assert largest_channels(channel_energy(quantize(x)), 5).tolist() == largest.tolist()
     assert largest_channels(torch.zeros(3), 64).tolist() == [0, 1, 2]
     assert largest_channels(torch.tensor([1.0, 2.0, 2.0, 2.0]), 2).tolist() == [1, 2]  # the first of equals
+    assert largest_channels(torch.arange(40_000.0), 2).tolist() == [39_998, 39_999]
 
 
 def test_infinity_and_nan_stay_visible_and_count_for_no_energy():

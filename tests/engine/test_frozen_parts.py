@@ -43,14 +43,14 @@ def train(engine, steps, start=0):
 
 
 def losses_and_gradients(section, case, recompute=False):
-    """Losses of three steps, and the whole gradients of the first two by name."""
+    """Losses and whole gradients by name of two steps."""
     engine = build(section, case, recompute=recompute)
     losses, gradients = [], {}
-    for step in range(3):
+    for step in range(2):
         loss = loss_of(engine, step)
         engine.backward(loss)
         for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad and step < 2:
+            if parameter.requires_grad:
                 gradients[step, name] = safe_get_full_grad(parameter).float()
         engine.step()
         losses.append(loss.item())

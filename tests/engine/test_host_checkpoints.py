@@ -222,7 +222,7 @@ def test_the_key_of_deepspeed_keeps_inputs_on_the_host(caplog, make, given, fp8,
 
 def train(architecture, recompute, on_host, section):
     """(losses, BF16 weights, whether inputs were kept on the host) of two steps of two micro-batches each."""
-    model = causal_lm(architecture, num_hidden_layers=3)
+    model = causal_lm(architecture)
     if recompute is not None:
         model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
     config = {**models.config({**QUIET, **section}), "gradient_accumulation_steps": 2, **(ON_HOST if on_host else {})}

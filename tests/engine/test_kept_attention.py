@@ -88,7 +88,7 @@ def losses(preset, prefetch, activations):
     config = models.config({"preset": preset, "activations": activations}, stage3_prefetch_bucket_size=prefetch)
     engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     rows, found, counts = tokens(2, 64), [], []
-    for _ in range(3):
+    for _ in range(2):
         with Forwards() as forwards:
             found.append(models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss))
         counts.append(forwards.count)
@@ -101,6 +101,6 @@ def losses(preset, prefetch, activations):
 def test_an_engine_keeps_it_and_trains_to_the_same_bits(preset, prefetch):
     (plain, twice), (kept, once) = (losses(preset, prefetch, {"keep_attention": keep}) for keep in (False, True))
     assert plain == kept
-    assert twice == [2 * once[0]] * 3
-    assert once == [once[0]] * 3
+    assert twice == [2 * once[0]] * 2
+    assert once == [once[0]] * 2
     assert once[0] > 0

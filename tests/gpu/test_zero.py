@@ -234,7 +234,7 @@ def test_one_rank_without_copies_has_the_bits_of_one_with(gpu_ranks, preset, siz
 
 
 def test_one_rank_sends_and_copies_nothing(gpu_ranks):
-    assert gpu_ranks(1, test_one_rank.sent_and_allocated)[0] == [True] * 6
+    assert gpu_ranks(1, test_one_rank.sent_and_allocated)[0] == [True] * 4
     for left_out in (False, True):
         found = gpu_ranks(1, test_one_rank.gathered_over_a_step, left_out, "infir2")[0]
         assert found == (True, None if left_out else False)

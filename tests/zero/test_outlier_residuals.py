@@ -96,7 +96,7 @@ def test_blocks_that_gathers_bring_change_no_number(channels):
 @on_ranks(2)
 def test_training_follows_bf16_more_closely_than_without():
     bf16, precise, plain = (
-        models.train(models.engine(section), 12) for section in (None, SECTION, {"preset": "infir2"})
+        models.train(models.engine(section), 8) for section in (None, SECTION, {"preset": "infir2"})
     )
     assert precise == pytest.approx(bf16, rel=0.02)
 

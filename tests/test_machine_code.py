@@ -36,7 +36,7 @@ TESTS = {
     "optim/test_kernels.py": ("the_kernel_does_what_torch_does",),
     "research/test_codecs.py": ("casts_are_the_nearest_of_all_codes",),
     # A rotation takes seconds to compile, and casts nothing: one of each kernel.
-    "research/test_hadamard.py": ("the_kernel_rotates_to_the_same_bits_and_back[1-32-None-dtype1]",),
+    "research/test_rotation.py": ("the_kernel_rotates_to_the_same_bits_and_back[1-32-None-dtype1]",),
     "zero/test_gradient_wire.py": (
         "the_kernels_send_the_same_bytes_and_sum_alike",
         "the_kernels_saturate_alike",

@@ -1,4 +1,4 @@
-"""Munit scaling, and Smooth-SwiGLU: unit variance at the start, the formula, learning rates by width, saving and loading, no amax."""
+"""Munit scaling and Smooth-SwiGLU: unit variance, the formula, learning rates by width, saving and loading, no amax."""
 
 import copy
 import json

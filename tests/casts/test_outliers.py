@@ -76,12 +76,12 @@ def test_channels_are_those_of_the_largest_energy_in_ascending_order():
 
 
 def test_infinity_and_nan_stay_visible_and_count_for_no_energy():
-    x = with_outliers(4, 256, 2)
+    x = with_outliers(4, 256, 2).to(DEVICE)
     x[0, 3] = torch.inf
     energy = channel_energy(quantize(x))
     assert energy[:128].tolist() == [0.0] * 128  # the group is NaN
     assert energy[128:].gt(0).all()
-    x = with_outliers(3, 256, 8)
+    x = with_outliers(3, 256, 8).to(DEVICE)
     channels = largest_channels(channel_energy(quantize(x)), 8)
     x[1, channels[0]] = torch.nan
     wide = extend_input(quantize(x), x, channels).dequantize()
@@ -90,8 +90,8 @@ def test_infinity_and_nan_stay_visible_and_count_for_no_energy():
 
 
 def test_zeros_stay_zero():
-    x = torch.zeros(4, 256, dtype=torch.bfloat16)
-    channels = torch.arange(HALF, dtype=torch.int32)
+    x = torch.zeros(4, 256, dtype=torch.bfloat16, device=DEVICE)
+    channels = torch.arange(HALF, dtype=torch.int32, device=DEVICE)
     assert not extend_input(quantize(x), x, channels).dequantize().any()
     w = quantize(x, granularity="128x128")
     assert not extend_weight(w, weight_residual(x, w, channels), channels).dequantize().any()

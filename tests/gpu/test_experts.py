@@ -6,32 +6,11 @@ import pytest
 import torch
 
 from ds_fp8.layers.experts.products import ExpertAdapters, ExpertWeights, expert_products
-from ds_fp8.layers.linear.gated_activation import ACTIVATIONS, gated_activation_backward, gated_activation_forward
 from tests.gemm.tolerance import CHAIN
 from tests.layers.test_expert_products import inputs, low_ranks, run, run_adapted, settings
 from tests.numerics import error
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])
-@pytest.mark.parametrize("save", ["fp8", "bf16"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_with_factors(activation, save, wgrad_input):
-    torch.manual_seed(0)
-    products = settings(activation, {"save": save}, backend="cublas", wgrad={"input": wgrad_input})
-    gate_up, dproduct = torch.randn(512, 768).bfloat16(), torch.randn(512, 384).bfloat16()
-    factor = torch.rand(512)
-    gate_up[300:], factor[300:] = 0, 0
-    results = []
-    for where in ("cpu", "cuda"):
-        rows, gradient, r = gate_up.to(where), dproduct.to(where), factor.to(where)
-        cast, saved, *_ = gated_activation_forward(rows, activation, products.down, True, r)
-        casts = gated_activation_backward(gradient, saved, activation, products.gate_up, products.down, row_factor=r)
-        results.append([q.dequantize().cpu() for q in (cast, *casts[:3])] + [casts.drow_factor.cpu()])
-        assert not results[-1][0][300:].any()
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert error(found, expected) < CHAIN[torch.bfloat16]
 
 
 @pytest.mark.parametrize("wgrad_input", ["1x128", "128x128"])

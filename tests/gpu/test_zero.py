@@ -14,7 +14,6 @@ from tests.zero import models, test_frozen_weights
 from tests.zero import test_parameter_gather as test_one_rank
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
 from tests.zero.test_options import CASES, LOSS_GAP, engine_of, train_and_look
-from tests.zero.test_parameter_gather import gathered_against_whole
 from tests.zero.test_training import QUIET, assert_same, losses_and_weights
 
 pytestmark = pytest.mark.gpu
@@ -47,13 +46,6 @@ def test_shards_of_all_ranks_are_the_cast_of_the_whole(shapes, world, granularit
         whole = quantize(master, format, granularity, scale)
         assert torch.equal(factor, whole.scale)
         assert torch.equal(code, whole.data.view(torch.uint8))
-
-
-@two_gpus
-@pytest.mark.parametrize("preset", ["infir2", "tensorwise", "rowwise"])
-def test_gathered_weight_is_the_cast_of_the_whole_master(gpu_ranks, preset):
-    for results in gpu_ranks(2, gathered_against_whole, preset, 2):
-        assert all(all(result.values()) for result in results.values()), results
 
 
 @two_gpus

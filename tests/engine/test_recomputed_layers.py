@@ -6,12 +6,10 @@ import re
 
 import pytest
 import torch
-from deepspeed import comm as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import ds_fp8
 from ds_fp8.config.deepspeed_json import Configuration
 from ds_fp8.config.errors import UserError
 from ds_fp8.engine import model as checkpointing_section
@@ -23,7 +21,6 @@ from ds_fp8.layers.attention.selective_checkpointing import OPERATORS, keep_atte
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.ranks import on_ranks
 from tests.zero import models
-from tests.zero.test_training import QUIET
 
 LAYERS = 6
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -230,12 +227,8 @@ def train(architecture, recompute, on_host, section):
     model = causal_lm(architecture)
     if recompute is not None:
         model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
-    config = {**models.config({**QUIET, **section}), "gradient_accumulation_steps": 2, **(ON_HOST if on_host else {})}
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    losses = []
-    for step in range(4):
-        ids = models.batch(step, dist.get_rank())
-        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss))
+    engine = models.engine(section, model, {"gradient_accumulation_steps": 2, **(ON_HOST if on_host else {})})
+    losses = models.train(engine, 2)
     assert isinstance(recomputed_by(engine.module.model.layers[0]), HostCheckpoints) == on_host
     return losses, models.bf16_weights(engine)
 
@@ -324,12 +317,12 @@ def losses(preset, prefetch, activations):
     """Losses of steps, and how often attention ran forward in each."""
     model = causal_lm("qwen2", hidden_size=256, intermediate_size=384)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = models.config({"preset": preset, "activations": activations}, stage3_prefetch_bucket_size=prefetch)
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    section = {"preset": preset, "activations": activations}
+    engine = models.engine(section, model, stage3_prefetch_bucket_size=prefetch)
     rows, found, counts = tokens(2, 64), [], []
     for _ in range(2):
         with Forwards() as forwards:
-            found.append(models.take_step(engine, engine(input_ids=rows, labels=rows, use_cache=False).loss))
+            found.append(models.take_step(engine, models.loss_of(engine, rows)))
         counts.append(forwards.count)
     return found, counts
 

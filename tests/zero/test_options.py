@@ -79,10 +79,15 @@ def train_and_look(case, fp8):
     return losses, norm, gathered, left_behind, wrong
 
 
-@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(
+    "twin", sorted(TWINS.keys() - {"accumulation", "strong clipping", "a frozen layer", "tied embeddings"})
+)
 @on_ranks(2)
 def test_training(twin):
-    """Each case trains as in BF16, gathers in FP8 in backward too, and leaves nothing behind."""
+    """Each case trains as in BF16, gathers in FP8 in backward too, and leaves nothing behind.
+
+    (The others: below, and test_state_machine.py.)
+    """
     bf16, bf16_norm, bf16_gathered, _, _ = train_and_look(twin, False)
     for name in TWINS[twin]:
         with case(name):

@@ -139,7 +139,7 @@ def test_a_cast_that_left_room_gets_its_outlier_block_in_place(rows, columns, co
         assert torch.equal(found_columns.data.view(torch.uint8), expected_columns.data.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (130, 384)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 384), (130, 128)])
 def test_fused_casts_leave_room(rows, columns):
     from ds_fp8.layers.decoder.rms_norm_triton import normalise
     from ds_fp8.layers.linear.gated_activation_triton import gated_forward

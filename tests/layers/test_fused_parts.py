@@ -65,7 +65,7 @@ def assert_cast(result: QuantizedTensor, expected: torch.Tensor, bound: float = 
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "residual"),
-    [(1, 128, False), (3, 200, True), (130, 256, True), (130, 256, False), (5, 576, False)],
+    [(1, 128, False), (3, 200, True), (130, 256, True), (5, 576, False)],
 )
 def test_rms_norm(tokens, hidden, residual):
     torch.manual_seed(0)

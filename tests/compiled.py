@@ -1,7 +1,7 @@
-"""A pytest plugin: kernels are compiled for Hopper, a few variants of each, and none runs.
+"""A pytest plugin: kernels are compiled for Hopper, some variants of each, and none runs.
 
-What tests compare then is garbage. `-p tests.compiled --compiled FOLDER`, with TRITON_INTERPRET=0, leaves the code
-of each there, MODULE.KERNEL.NUMBER.ptx and .cubin, or what Triton says against it, .error.
+What tests compare then is garbage. `-p tests.compiled --compiled FOLDER --variants 5`, with TRITON_INTERPRET=0, leaves
+the code of each there, MODULE.KERNEL.NUMBER.ptx and .cubin, or what Triton says against it, .error.
 """
 
 from collections import defaultdict
@@ -12,8 +12,6 @@ import torch
 from hypothesis import Phase, settings
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
-
-VARIANTS = 5  # Of a kernel at most; each has a dtype or a compile-time argument that none before had
 
 settings.register_profile("compiled", max_examples=4, phases=[Phase.generate], database=None)
 
@@ -28,10 +26,13 @@ class Hopper:
 
 def pytest_addoption(parser):
     parser.addoption("--compiled", metavar="FOLDER")
+    # Of a kernel at most; each has a dtype or a compile-time argument that none before had
+    parser.addoption("--variants", type=int)
 
 
 def pytest_configure(config):
     folder, seen = Path(config.getoption("--compiled")), defaultdict(set)
+    variants = config.getoption("--variants")
     launch = jit.JITFunction.run
 
     def compile(kernel: jit.JITFunction, *arguments: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
@@ -40,7 +41,7 @@ def pytest_configure(config):
             options["FAST"] = True  # as on a GPU; the tensors are a CPU's
         dtypes = [one.dtype if isinstance(one, torch.Tensor) else one is None for one in arguments]
         values = {repr(pair) for pair in (*enumerate(dtypes), *options.items())}
-        if values <= seen[name] or len(list(folder.glob(f"{name}.*.ptx"))) == VARIANTS:
+        if values <= seen[name] or len(list(folder.glob(f"{name}.*.ptx"))) == variants:
             return None
         seen[name] |= values
         file = folder / f"{name}.{len(seen[name])}"

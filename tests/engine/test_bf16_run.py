@@ -23,7 +23,7 @@ IN_BF16 = {
     "grad_reduce": {"format": "bf16"},
     "monitor": {"every": 1},
 }
-STEPS = 8
+STEPS = 6
 
 
 def losses_of(engine):

@@ -5,11 +5,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
 
-import ds_fp8
 from tests.layers.hugging_face import causal_lm
 from tests.ranks import on_ranks
 from tests.zero import models
-from tests.zero.test_training import QUIET
 
 FROZEN = {"q of fused layers": lambda name: "q_proj" in name}
 LEARNS = {
@@ -29,28 +27,18 @@ def build(section, case, scale=1.0, recompute=False):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not FROZEN[case](name))
         parameter.data.mul_(scale)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return ds_fp8.initialize(model=model, model_parameters=trainable, config=models.config(section))[0]
-
-
-def loss_of(engine, step):
-    tokens = models.batch(step, dist.get_rank())
-    return engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-
-def train(engine, steps, start=0):
-    return [models.take_step(engine, loss_of(engine, step)) for step in range(start, start + steps)]
+    return models.engine(section, model)
 
 
 def losses_and_gradients(section, case, recompute=False):
-    """Losses of three steps, and the whole gradients of the first two by name."""
+    """Losses and whole gradients by name of two steps."""
     engine = build(section, case, recompute=recompute)
     losses, gradients = [], {}
-    for step in range(3):
-        loss = loss_of(engine, step)
+    for step in range(2):
+        loss = models.loss_of(engine, models.batch(step, dist.get_rank()))
         engine.backward(loss)
         for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad and step < 2:
+            if parameter.requires_grad:
                 gradients[step, name] = safe_get_full_grad(parameter).float()
         engine.step()
         losses.append(loss.item())
@@ -61,14 +49,14 @@ def losses_and_gradients(section, case, recompute=False):
 @pytest.mark.parametrize("case", LEARNS)
 @on_ranks(2)
 def test_what_learns_has_the_gradients_of_bf16_and_those_of_recomputed_layers(case):
-    losses, gradients = losses_and_gradients(QUIET, case)
-    twin, expected = losses_and_gradients({"enabled": False}, case)
+    losses, gradients = losses_and_gradients({}, case)
+    twin, expected = losses_and_gradients(None, case)
     assert losses == pytest.approx(twin, rel=0.02)
     assert gradients.keys() == expected.keys()
     for key, gradient in gradients.items():
         assert (gradient - expected[key]).norm() < 0.2 * expected[key].norm(), key
     if case == "norms and o_proj":
-        again, same = losses_and_gradients(QUIET, case, recompute=True)
+        again, same = losses_and_gradients({}, case, recompute=True)
         assert again == losses
         assert [key for key, gradient in gradients.items() if not torch.equal(gradient, same[key])] == []
 
@@ -77,21 +65,21 @@ def stopped_and_resumed(section, case, folder):
     """Names of what changed in two steps, losses before and after a checkpoint, and those of a resumed run."""
     engine = build(section, case)
     before = models.bf16_weights(engine)
-    first = train(engine, 2)
+    first = models.train(engine, 2)
     after = models.bf16_weights(engine)
     engine.save_checkpoint(folder)
-    rest = train(engine, 2, start=2)
+    rest = models.train(engine, 2, start=2)
     resumed = build(section, case, scale=0.5)
     resumed.load_checkpoint(folder)
-    assert train(resumed, 2, start=2) == rest
+    assert models.train(resumed, 2, start=2) == rest
     return {name for name in before if not torch.equal(before[name], after[name])}, set(before), first + rest
 
 
 @pytest.mark.parametrize("case", ["q of fused layers", "norms and o_proj"])
 @on_ranks(2)
 def test_the_rest_learns_and_a_resumed_run_goes_on(tmp_path, case):
-    changed, names, losses = stopped_and_resumed(QUIET, case, tmp_path / "fp8")
-    twin_changed, _, twin = stopped_and_resumed({"enabled": False}, case, tmp_path / "bf16")
+    changed, names, losses = stopped_and_resumed({}, case, tmp_path / "fp8")
+    twin_changed, _, twin = stopped_and_resumed(None, case, tmp_path / "bf16")
     # Norms begin at 1, which one step does not move in BF16.
     matrices = {name for name in names if name.endswith("weight") and "norm" not in name}
     assert not any(FROZEN[case](name) for name in changed | twin_changed)

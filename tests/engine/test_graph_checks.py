@@ -49,7 +49,7 @@ def change(step):
     SCHEDULE["factor"] = 30.0 if step >= CHANGED_AT else 1.0
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_a_schedule_in_python_is_found_at_the_next_check(tmp_path):
     register()
     with Run("scheduled", graphs=False) as launched:
@@ -114,7 +114,7 @@ def counted(graphs, checked):
         return (run.found, calls, torch.rand(3).tolist()), run
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_training_has_the_same_bits_with_and_without_checks():
     theirs, _ = counted(False, False)
     for checked in (False, True):

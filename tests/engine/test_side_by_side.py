@@ -16,7 +16,7 @@ from tests.zero import models
 from tests.zero.test_training import QUIET, assert_same
 
 FP8, BF16 = QUIET, {"enabled": False}
-STEPS = 3
+STEPS = 2
 
 
 def step(engine, number, teacher=None):

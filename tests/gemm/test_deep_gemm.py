@@ -62,7 +62,7 @@ deep_gemm.scaled_matmul(*operands(512, 256, 128), torch.bfloat16)
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_others_wait_for_the_process_that_compiles_until_it_ends(deep_gemm_library, monkeypatch, killed):
-    monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "300" if killed else "4")
+    monkeypatch.setenv("FAKE_DEEP_GEMM_SECONDS", "300" if killed else "2.5")
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], start_new_session=True)
     deadline = time.monotonic() + 100
     while not deep_gemm_library.compiled:

@@ -1,11 +1,10 @@
-"""Masters on GPUs: the kernel beside its reference, and an engine's life."""
+"""Masters on GPUs: an engine's life."""
 
 import random
 
 import pytest
 import torch
 
-from tests.zero.test_master_step import *  # noqa: F403
 from tests.zero.test_state_machine import ACTIONS, SETUPS, live
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from ds_fp8.zero import quantizer
 from tests.zero import models, test_interrupted_step
-from tests.zero.test_one_pass import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu
 GPUS = range(1, min(torch.cuda.device_count(), 2) + 1)

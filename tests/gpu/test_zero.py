@@ -1,6 +1,5 @@
 """ZeRO-3 on GPUs: kernels bit for bit, and streams that order master update, cast, gather and release."""
 
-import math
 from unittest import mock
 
 import pytest
@@ -10,16 +9,11 @@ from ds_fp8.casts import quantize
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.layers.linear.weights import UNSHARDED
 from ds_fp8.zero import collectives
-from ds_fp8.zero.param import ReferenceShardCast
 from ds_fp8.zero.quantizer import make_shard_cast
-from ds_fp8.zero.reduce import pack_reference, sum_rows_reference
-from ds_fp8.zero.reduce_triton import pack, sum_rows
 from tests.zero import models, test_frozen_weights
 from tests.zero import test_parameter_gather as test_one_rank
 from tests.zero.shard_casts import SHAPES, cast_on_all_ranks
-from tests.zero.test_gradient_wire import laid_out
 from tests.zero.test_options import CASES, LOSS_GAP, engine_of, train_and_look
-from tests.zero.test_parameter_gather import gathered_against_whole
 from tests.zero.test_training import QUIET, assert_same, losses_and_weights
 
 pytestmark = pytest.mark.gpu
@@ -52,55 +46,6 @@ def test_shards_of_all_ranks_are_the_cast_of_the_whole(shapes, world, granularit
         whole = quantize(master, format, granularity, scale)
         assert torch.equal(factor, whole.scale)
         assert torch.equal(code, whole.data.view(torch.uint8))
-
-
-@pytest.mark.parametrize("granularity", ["128x128", "row", "tensor"])
-def test_frozen_bf16_shards_and_overflow(granularity):
-    spec = CastSpec(granularity=granularity)
-    masters = random_masters(SHAPES)
-    masters[0][130, 299], masters[1][5, 5] = torch.nan, torch.inf
-
-    def reference(weights, codes, spec):
-        return ReferenceShardCast(weights, spec)
-
-    def to(shard):
-        return shard.bfloat16()
-
-    on_cpu = cast_on_all_ranks(reference, masters, 2, spec, "cpu", to)
-    on_gpu = cast_on_all_ranks(make_shard_cast, masters, 2, spec, "cuda", to)
-    assert torch.equal(on_cpu[0], on_gpu[0])
-    for left, right in zip(on_cpu[2], on_gpu[2], strict=True):
-        left, right = (codes.view(torch.float8_e4m3fn).float() for codes in (left, right))
-        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("rows", "places", "numels"), [(2, 1, [5000, 131 * 301]), (3, 2, [8192]), (2, 1, [1 << 20])])
-@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradient_messages_are_those_of_the_reference(rows, places, numels, format, dtype):
-    shape, slices = laid_out(rows, places, numels)
-    generator = torch.Generator().manual_seed(0)
-    messages = []
-    gradients = [(torch.randn(n, generator=generator) * 1e-3).to(dtype) for n in numels]
-    gradients[0][77] = math.nan
-    for device, function in (("cpu", pack_reference), ("cuda", pack)):
-        message = torch.zeros(shape.rows, shape.row_bytes, dtype=torch.uint8, device=device)
-        for gradient, place in zip(gradients, slices, strict=True):
-            function(gradient.to(device), message, shape, place, format)
-        messages.append(message)
-    reference, ours = messages[0], messages[1].cpu()
-    sums = [sum_rows_reference(reference, shape, format, 3), sum_rows(messages[1], shape, format, 3).cpu()]
-    torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
-    # NaN has two codes, and the devices may differ in its sign.
-    same = reference == ours
-    assert (~same).sum() <= 128
-
-
-@two_gpus
-@pytest.mark.parametrize("preset", ["infir2", "tensorwise", "rowwise"])
-def test_gathered_weight_is_the_cast_of_the_whole_master(gpu_ranks, preset):
-    for results in gpu_ranks(2, gathered_against_whole, preset, 2):
-        assert all(all(result.values()) for result in results.values()), results
 
 
 @two_gpus
@@ -234,7 +179,7 @@ def test_one_rank_without_copies_has_the_bits_of_one_with(gpu_ranks, preset, siz
 
 
 def test_one_rank_sends_and_copies_nothing(gpu_ranks):
-    assert gpu_ranks(1, test_one_rank.sent_and_allocated)[0] == [True] * 6
+    assert gpu_ranks(1, test_one_rank.sent_and_allocated)[0] == [True] * 4
     for left_out in (False, True):
         found = gpu_ranks(1, test_one_rank.gathered_over_a_step, left_out, "infir2")[0]
         assert found == (True, None if left_out else False)

@@ -125,12 +125,13 @@ PLAIN = ("train.py", "tiny", "text.txt", "out")
 )
 def test_plain_programs_train_and_leave_a_model(words, model, folder, ranks):
     if words == README:
-        (folder / "readme.py").write_text(block_of_readme("python"))
+        fewer = block_of_readme("python").replace("range(1, 31)", "range(1, 13)").replace("step % 10", "step % 4")
+        (folder / "readme.py").write_text(fewer)
         (folder / "ds_config.json").write_text(block_of_readme("json"))
     linears, printed, (off, replays) = ranks(2, plain, folder, *words)[0]
     assert linears == 14
     assert off is None
-    assert replays > 20 or words != README
+    assert replays > 4 or words != README
     losses = [float(value) for value in re.findall(r"^step \d+(?: of \d)?: loss ([\d.]+)", printed, re.MULTILINE)]
     assert len(losses) > 2
     assert losses == sorted(losses, reverse=True) if words == README else losses[-1] < losses[0]

@@ -118,10 +118,9 @@ CASES = {
 }
 QUICK = {
     # Fused adapters; tuners that read weights, train prompts, share numbers between layers.
-    *("patterns", "biases trained", "DoRA", "OFT", "PromptTuning", "VBLoRA"),
-    *("saved head and embeddings, tied", "resized and saved, untied", "resized, tied", "tokens, tied"),
-    *("tokens of both, untied", "both as targets, tied", "saved embeddings, kept tied, tied"),
-    *("plain, reentrant", "saved MLP, not reentrant", "saved head and embeddings, not reentrant", "DoRA, reentrant"),
+    *("patterns", "biases trained", "OFT", "PromptTuning", "VBLoRA"),
+    *("resized and saved, untied", "tokens of both, untied", "both as targets, tied"),
+    *("saved embeddings, kept tied, tied", "saved MLP, not reentrant", "DoRA, reentrant"),
 }
 
 

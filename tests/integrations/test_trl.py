@@ -56,6 +56,7 @@ def preferring(folder, fp8, adapters=False, more=None):
         trainer.train()
         if adapters:
             trainer.save_model(f"{folder}/adapter")
+            dist.barrier()  # rank 0 has written it
         engines = [trainer.model_wrapped, *([] if adapters else [trainer.ref_model])]
         return history(trainer, "loss"), [engine.fp8.report for engine in engines]
 

@@ -94,7 +94,6 @@ def test_kernels_lay_out_as_the_reference(tokens, choices, experts, ours, dtype,
 
 
 EXPERTS = 5
-ROUTINGS = [(1, 1), (50, 2), (130, 3), (300, 1)]  # Tokens and choices
 
 
 def permute_tiles(x, layout, *casts):

@@ -21,7 +21,6 @@ from ds_fp8.layers.decoder.rotary import (
     rotate_backward,
 )
 from ds_fp8.layers.linear.gated_activation import (
-    ACTIVATIONS,
     activate,
     gated_activation_backward,
     gated_backward_reference,
@@ -42,7 +41,7 @@ BF16_ERROR = 3e-3 if ON_GPU else 6e-3
 # Relative errors: of FP32 sums, of one rounding to BF16, and of casts of nearly equal numbers
 FP8_ERROR = 1e-2 if ON_GPU else 0.12
 # Tokens, features and activation
-GATED = [(1, 128, "silu"), (130, 256, "gelu"), (7, 100, "gelu_tanh"), *((128, 128, each) for each in ACTIVATIONS)]
+GATED = [(1, 128, "silu"), (130, 256, "gelu"), (7, 100, "gelu_tanh"), (128, 128, "silu")]
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -66,7 +65,7 @@ def assert_cast(result: QuantizedTensor, expected: torch.Tensor, bound: float = 
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "residual"),
-    [(1, 128, False), (3, 200, True), (130, 256, True), (130, 256, False), (5, 576, False)],
+    [(1, 128, False), (3, 200, True), (130, 256, True), (5, 576, False)],
 )
 def test_rms_norm(tokens, hidden, residual):
     torch.manual_seed(0)
@@ -112,7 +111,7 @@ def test_gated_activation_forward(tokens, features, activation):
 
 @pytest.mark.parametrize(
     ("activation", "saved_as", "wgrad_input"),
-    [("silu", "fp8", "1x128"), ("gelu", "bf16", "128x128"), ("gelu_tanh", "fp8", "128x128"), ("silu", "bf16", "1x128")],
+    [("silu", "fp8", "1x128"), ("gelu", "bf16", "128x128"), ("gelu_tanh", "fp8", "128x128")],
 )
 def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input):
     torch.manual_seed(0)
@@ -149,9 +148,9 @@ def test_gated_activation_of_rows_with_factors(activation, saved_as, wgrad_input
     ("tokens", "features", "activation", "saved_as"),
     [
         *((*case, "fp8") for case in GATED),
-        (130, 256, "gelu", "bf16"),
         (7, 100, "gelu_tanh", "bf16"),
-        (128, 128, "silu", "bf16"),
+        (128, 128, "gelu", "bf16"),
+        (128, 128, "gelu_tanh", "fp8"),
     ],
 )
 def test_gated_activation_backward(tokens, features, activation, saved_as):
@@ -195,7 +194,6 @@ def test_gated_activation_backward(tokens, features, activation, saved_as):
         (19, 24, True, False, True),
         (19, 24, False, True, False),
         (40, 64, False, True, True),
-        (40, 64, True, True, False),
     ],
 )
 def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
@@ -228,8 +226,7 @@ def test_rotary_embedding(length, head_dim, shared_angles, biased, norm):
 
 @pytest.mark.parametrize(
     ("tokens", "features", "count", "activation"),
-    [(1, 128, 64, "gelu"), (257, 200, 17, "silu"), (200, 640, 128, "silu")]
-    + [(130, 576, 64, each) for each in ACTIVATIONS],
+    [(1, 128, 64, "gelu"), (257, 200, 17, "silu"), (3, 640, 128, "silu"), (130, 576, 64, "gelu_tanh")],
 )
 def test_outlier_blocks_of_gated_products(tokens, features, count, activation):
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def test_every_stage_trains_with_compressed_moments(stage):
             runs.append(found)
             assert found != expected
             assert found == pytest.approx(expected, rel=LOSS)
-            numel = 253_471 / (1 if stage == 0 else 2)
+            numel = 174_308 / (1 if stage == 0 else 2)
             # Stage 0 keeps small tensors apart, each with groups of its own, and ZeRO pads.
             assert state_bytes / numel < most * 1.002
             if stage == 0 or (stage < 3 and kept is COAT):

@@ -3,9 +3,6 @@ import pytest
 import ds_fp8.research  # noqa: F401  registers the names that these tests use
 from ds_fp8 import gemm
 from tests.research.mxfp8_library import install
-from tests.zero.conftest import baseline
-
-__all__ = ["baseline"]
 
 
 @pytest.fixture

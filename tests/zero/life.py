@@ -79,11 +79,11 @@ class Life:
 
     def weight(self) -> str:
         """A weight to write to: mostly of a linear."""
-        names = [f"layers.{index}.{part}.weight" for index in range(3) for part in ("up", "down")]
+        names = [f"layers.{index}.{part}.weight" for index in range(2) for part in ("up", "down")]
         return self.draw.choice([name for name in [*names, "embedding.weight"] if name not in self.pending])
 
     def trained_weight(self) -> str:
-        return self.draw.choice([name for name in self.masters if "up.weight" in name or "embedding" in name])
+        return self.draw.choice([name for name in self.masters if name.endswith("weight") and "head" not in name])
 
     def check(self) -> None:
         """Masters, BF16 numbers and quantized weights of every engine are those of the model, bit for bit."""
@@ -103,7 +103,7 @@ class Life:
             assert (engine.global_steps, engine.skipped_steps) == (steps, skipped)
             assert engine.lr_scheduler.last_epoch == steps - skipped
             linears = {f"{name}.weight": m for name, m in engine.module.named_modules() if isinstance(m, FP8Linear)}
-            assert len(linears) == 6
+            assert len(linears) == 4
             found = models.unsharded(linears[name].weight for name in linears)
             for (name, linear), weight in zip(linears.items(), found, strict=True):
                 spec = linear.recipe.weight
@@ -384,7 +384,7 @@ class Life:
 
     def freeze(self) -> None:
         """A layer, for a step: moments and decay move its masters all the same, as in DeepSpeed, which hides them."""
-        names = {name for name in self.masters if name.startswith("layers.2")}
+        names = {name for name in self.masters if name.startswith("layers.1")}
         self.train_layer(names, False)
         self.hidden = names
         self.step()
@@ -470,7 +470,7 @@ class Life:
             assert (state is None) == (dist.get_rank() > 0)
             for name in self.parameters() if state else ():
                 assert torch.equal(state[name], self.numbers(name).cpu()), name
-            weight = engine.module.layers[2].up.weight
+            weight = engine.module.layers[1].up.weight
             weight.all_gather_coalesced([weight]).wait()
             engine.destroy()
             for name, parameter in engine.module.named_parameters():

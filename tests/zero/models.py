@@ -83,12 +83,12 @@ class Branches(nn.Module):
 
 
 class Net(nn.Module):
-    """A language model of residual layers: three Blocks, or what each of `layers` makes of the hidden size."""
+    """A language model of residual layers: two Blocks, or what each of `layers` makes of the hidden size."""
 
     def __init__(self, hidden: int = 131, inner: int = 301, recompute: bool = False, layers=None):
         super().__init__()
         self.embedding = nn.Embedding(61, hidden)
-        made = [layer(hidden) for layer in layers] if layers else [Block(hidden, inner) for _ in range(3)]
+        made = [layer(hidden) for layer in layers] if layers else [Block(hidden, inner) for _ in range(2)]
         self.layers = nn.ModuleList(made)
         self.lm_head = nn.Linear(hidden, 61, bias=False)
         self.recompute = recompute

@@ -332,11 +332,11 @@ def test_lora_beside_frozen_experts_gathers_a_byte_and_sends_no_gradient_of_them
 @on_ranks()
 def test_a_resumed_run_is_the_run_that_did_not_stop(section, prepare, tmp_path):
     engine, resumed = (engine_of("qwen3_moe", section, prepare) for _ in range(2))
-    train(engine, 2)
+    train(engine, 1)
     engine.save_checkpoint(str(tmp_path))
-    losses = train(engine, 2, start=2)
+    losses = train(engine, 2, start=1)
     resumed.load_checkpoint(str(tmp_path))
-    assert train(resumed, 2, start=2) == losses
+    assert train(resumed, 2, start=1) == losses
     models.assert_same(models.bf16_weights(resumed), models.bf16_weights(engine))
 
 
@@ -392,8 +392,9 @@ def test_the_monitor_measures_their_weights_and_gradients():
         assert site not in figures["input"]
 
 
-@pytest.mark.parametrize("most", ["5GB", "200KB"])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("architecture", "most"), [("qwen3_moe", "200KB"), ("mixtral", "5GB"), ("deepseek_v3", "200KB")]
+)
 @on_ranks(2)
 def test_experts_of_files_that_name_every_expert_are_loaded_under_zero_init(tmp_path, architecture, most):
     stored = mixture(architecture)

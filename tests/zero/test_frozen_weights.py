@@ -14,7 +14,7 @@ from ds_fp8.train.model import shard_one_by_one
 from ds_fp8.zero.param import ReferenceShardCast
 from tests.layers.hugging_face import causal_lm
 from tests.zero import models
-from tests.zero.test_state_machine import freeze_two_layers
+from tests.zero.test_state_machine import freeze_most
 
 SECTION = {"monitor": {"every": 0}}
 
@@ -126,7 +126,7 @@ def test_frozen_weights_that_every_rank_has_whole_are_not_gathered(ranks):
 def left_by_one(codes):
     """Losses of a run that a weight leaves FP8 in; by how many bytes it frees; weights kept whole then, at the end."""
     section = SECTION | {"param_gather": {"frozen": codes}}
-    engine = models.build(models.config(section), prepare=freeze_two_layers)
+    engine = models.build(models.config(section), prepare=freeze_most)
     weights, one = engine.fp8.weights, engine.module.layers[0].up.weight
     losses, before, expected = models.train(engine, 1), weights.nbytes, weights.kept_numel - one.ds_numel
     weights.leave_fp8([one])
@@ -148,7 +148,7 @@ def test_codes_are_kept_for_as_long_as_they_are_used(ranks):
 def casts_of_steps():
     """Elements cast at the start, in a step, and how many there are by whether they learn; bytes of a step's amax."""
     with Casts() as casts:
-        engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=0), prepare=freeze_two_layers)
+        engine = models.build(models.config(SECTION, stage3_param_persistence_threshold=0), prepare=freeze_most)
     started, stepped = casts.elements, []
     for step in range(2):
         engine.backward(engine(models.batch(step, dist.get_rank())))
@@ -173,7 +173,7 @@ def test_a_step_casts_what_it_has_changed(ranks):
 def writes(how, folder, frozen_codes):
     """A frozen weight, as gathered before and after it is unfrozen or loaded, and the cast of its BF16 numbers."""
     section = SECTION | {"param_gather": {"frozen": frozen_codes}}
-    engine = models.build(models.config(section), prepare=freeze_two_layers, sizes=(132, 300))
+    engine = models.build(models.config(section), prepare=freeze_most, sizes=(132, 300))
     frozen = engine.module.layers[0].up.weight
     engine.save_checkpoint(folder)
     models.train(engine, 2)

@@ -164,7 +164,7 @@ def test_forwards_without_backward_hold_no_gradients():
         engine.module.get_input_embeddings().weight.register_hook(  # its gradient comes behind all others
             lambda _, held=held, all=parameters: held.append(sum(p.grad.numel() for p in all if p.grad is not None))
         )
-        for step in range(3):
+        for step in range(2):
             ids = tokens(2, 16).roll(step, 1)
             if dropped == "an evaluation with gradients" and step:
                 engine.eval()
@@ -241,7 +241,7 @@ def test_keys_and_values_of_an_earlier_forward_learn(kind, segments, loss_on_all
     for section in ({}, None):
         engine = models.engine(section, causal_lm(kind, **sizes, num_key_value_heads=1), stock=section is None)
         found.append([])
-        for step in range(3):
+        for step in range(2):
             generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
             cache, loss = None, 0.0
             for part in torch.randint(0, 128, (2, sum(segments)), generator=generator).split(segments, 1):

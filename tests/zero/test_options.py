@@ -79,10 +79,15 @@ def train_and_look(case, fp8):
     return losses, norm, gathered, left_behind, wrong
 
 
-@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(
+    "twin", sorted(TWINS.keys() - {"accumulation", "strong clipping", "a frozen layer", "tied embeddings"})
+)
 @on_ranks(2)
 def test_training(twin):
-    """Each case trains as in BF16, gathers in FP8 in backward too, and leaves nothing behind."""
+    """Each case trains as in BF16, gathers in FP8 in backward too, and leaves nothing behind.
+
+    (The others: below, and test_state_machine.py.)
+    """
     bf16, bf16_norm, bf16_gathered, _, _ = train_and_look(twin, False)
     for name in TWINS[twin]:
         with case(name):
@@ -92,7 +97,7 @@ def test_training(twin):
             assert losses == pytest.approx(bf16, rel=LOSS_GAP)
             assert norm == pytest.approx(bf16_norm, rel=0.1)
             # Backward gathers the layers again, in half the bytes; the head stays BF16.
-            layers = 3 * 2 * 131 * 301
+            layers = 2 * 2 * 131 * 301
             assert gathered >= layers / 2
             assert bf16_gathered - gathered >= 0.47 * 2 * layers / 2
     if twin == "optimizer offload":  # DeepSpeed then sums the gradient norm in another order
@@ -105,7 +110,7 @@ def test_training_on_three_ranks():
         with case(name):
             losses, _, _, left_behind, wrong = train_and_look(name, True)
             assert (left_behind, wrong) == (0, 0)
-            assert losses[-1] < losses[0]
+            assert losses == pytest.approx(train_and_look(name, False)[0], rel=LOSS_GAP)
 
 
 @on_ranks(3)
@@ -167,7 +172,7 @@ def groups(model):
 
 # What the optimizer is given, and what the start report says of the others
 LISTS = {
-    "a layer": (lambda model: list(model.layers[1].parameters()), "8 parameters that require"),
+    "a layer": (lambda model: list(model.layers[1].parameters()), "5 parameters that require"),
     "all but a bias": (without("layers.1.up.bias"), "1 parameter that requires"),
     "all but a weight": (without("layers.1.up.weight"), "1 parameter that requires"),
     "groups": (groups, None),
@@ -244,13 +249,13 @@ def test_compressed_moments_are_read_and_written_below_stage_3(stage, accumulati
             models.train(engine, 2)
             found, state_bytes = moments_of(engine), engine.fp8.optimizer.state_bytes()
             assert all((found[name] - right[name]).norm() < bound * right[name].norm() for name in right)
-            weight, other = engine.module.layers[1].up.weight, engine.module.layers[2].up.weight
+            weight, other = engine.module.layers[1].up.weight, engine.module.layers[0].up.weight
             shape = found["layers.1.up.weight exp_avg"].shape
             value = torch.linspace(-1, 1, shape.numel()).view(shape).bfloat16().float()
             safe_set_full_optimizer_state(weight, value, "exp_avg")
             assert torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), value)
             kept = safe_get_full_optimizer_state(other, "exp_avg")
-            assert torch.equal(kept, found["layers.2.up.weight exp_avg"])
+            assert torch.equal(kept, found["layers.0.up.weight exp_avg"])
             models.train(engine, 1, start=2)  # which compresses it again
             assert engine.fp8.optimizer.state_bytes() == state_bytes
             after = safe_get_full_optimizer_state(weight, "exp_avg")
@@ -325,7 +330,7 @@ def assert_as_in_stock(section, given=None, fp8=QUIET, **zero):
         engine = initialize(model=model, model_parameters=parameters, config=own, **more)[0]
         if hasattr(more.get("optimizer"), "train"):
             more["optimizer"].train()  # as schedule-free ones ask for
-        assert getattr(engine, "fp8", None) is None or engine.fp8.report["fp8_linears"] == 6
+        assert getattr(engine, "fp8", None) is None or engine.fp8.report["fp8_linears"] == 4
         found.append(models.train(engine, 5))
         engine.destroy()
     stock, here = found

@@ -89,6 +89,8 @@ def test_both_find_the_same_amax_in_any_source(granularity, dtype):
     )
     assert torch.equal(plain[0], kernel[0])
     assert (plain[0] > 0).any()
+    if granularity == "128x128" or DEVICE == "cuda":  # exact also in the interpreter
+        assert all(map(torch.equal, plain[2], kernel[2]))
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ CODED = {"master": "fp8_plus16"}
 FP32_SCALES = {"linear": {"weight": {"scale": "fp32"}}}
 
 
-def freeze_two_layers(model):
-    for layer in model.layers[:2]:
-        for parameter in layer.parameters():
-            parameter.requires_grad_(False)
+def freeze_most(model):
+    """A layer, and half of the other."""
+    model.layers[0].requires_grad_(False)
+    model.layers[1].up.requires_grad_(False)
 
 
 def tie_and_recompute(model):
@@ -57,10 +57,10 @@ SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "precise, clipped": (2, {"fp8": {"preset": "precise"}, "config": {"gradient_clipping": 1.0}}),
-    "frozen, moments with one scale": (2, {"prepare": freeze_two_layers, "fp8": {"optimizer": FISHMAN}}),
+    "frozen, moments with one scale": (2, {"prepare": freeze_most, "fp8": {"optimizer": FISHMAN}}),
     "frozen and whole, moments of 8 and 16 bits": (
         3,
-        {"prepare": freeze_two_layers, "fp8": {"param_gather": {"frozen": "whole"}, "optimizer": FP8LM_O2}},
+        {"prepare": freeze_most, "fp8": {"param_gather": {"frozen": "whole"}, "optimizer": FP8LM_O2}},
     ),
     "coded masters": (2, {"fp8": {"optimizer": CODED, **FP32_SCALES}, "config": TWO}),
     "coded masters, compressed moments": (3, {"fp8": {"optimizer": CODED | COAT}, "zero": {"sub_group_size": 50000}}),
@@ -101,7 +101,7 @@ def live(setup: str, actions: list[str], folder: str, seed: int, sizes: tuple[in
 @pytest.mark.parametrize("setup", SETUPS)
 def test_in_any_order_an_engine_is_what_its_fp32_tensors_say(ranks, tmp_path, setup):
     seed = list(SETUPS).index(setup)
-    ranks(SETUPS[setup][0], live, setup, random.Random(seed).sample(ACTIONS, len(ACTIONS)), str(tmp_path), seed)
+    ranks(SETUPS[setup][0], live, setup, random.Random(seed).sample(ACTIONS, 16), str(tmp_path), seed)
 
 
 @pytest.mark.slow

@@ -140,10 +140,10 @@ def test_external_parameters_arrive_in_bf16_and_follow_it(layer):
     expected = None
     for when in ("in BF16", "before", "after", "found", "inside leaf modules"):
         prepare = {"in BF16": register, "before": register, "inside leaf modules": make_leaves_of}.get(when)
-        engine = models.engine(None if when == "in BF16" else {}, layers=[layer] * 3, prepare=prepare)
+        engine = models.engine(None if when == "in BF16" else {}, layers=[layer] * 2, prepare=prepare)
         if when == "after":
             register(engine.module)
-        losses, weights = models.train(engine, 4), models.bf16_weights(engine)
+        losses, weights = models.train(engine, 3), models.bf16_weights(engine)
         expected = expected or (losses, weights)
         with case(when):
             assert engine.skipped_steps == 0
@@ -224,7 +224,7 @@ def test_training_goes_on_behind_inference_mode_as_behind_no_grad(section):
     for mode in (torch.no_grad, torch.inference_mode):
         engine = models.engine({"preset": "precise", "monitor": {"every": 1}, **section}, causal_lm("qwen2"))
         found.append([])
-        for _ in range(3):
+        for _ in range(2):
             engine.eval()
             with mode():
                 found[-1].append(engine(input_ids=ids).logits.float().sum().item())

@@ -67,16 +67,3 @@ def fp8_gemm_nt(a, b, d, c=None, recipe=None, compiled_dims="nk", disable_ue8m0_
     assert compiled_dims == "nk"
     _load("sm90_fp8_gemm_1d2d", m, n, k, 1)
     d.copy_(_decode(*a, 1) @ _decode(*b, BLOCK).t())
-
-
-def m_grouped_fp8_gemm_nt_contiguous(a, b, d, m_indices, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
-    """Multiply each row of a by the matrix of its group, transposed, into d."""
-    m, n, k = _check(*a, *b, d, recipe)
-    assert m_indices.shape == (m,)
-    assert m_indices.is_contiguous()
-    _load("sm90_m_grouped_fp8_gemm_contiguous_1d2d", m, n, k, len(b[0]))
-    matrices = _decode(*b, BLOCK)
-    rows = _decode(*a, 1)
-    for group in range(len(matrices)):
-        ours = m_indices == group
-        d[ours] = (rows[ours] @ matrices[group].t()).to(d.dtype)

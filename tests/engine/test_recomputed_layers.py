@@ -1,4 +1,4 @@
-"""Inputs of recomputed layers that wait on the host: the same bits, and at most two of them on the device."""
+"""Recomputed layers: their inputs wait on the host, attention's results are kept, and no bit changes."""
 
 import gc
 import logging
@@ -6,19 +6,21 @@ import re
 
 import pytest
 import torch
-from deepspeed import comm as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import ds_fp8
 from ds_fp8.config.deepspeed_json import Configuration
+from ds_fp8.config.errors import UserError
 from ds_fp8.engine import model as checkpointing_section
 from ds_fp8.graphs.conditions import why_not_recomputed
 from ds_fp8.graphs.host_checkpoints import HostCheckpoints, _Input, keep_on_host, recomputed_by
+from ds_fp8.layers.attention import selective_checkpointing
+from ds_fp8.layers.attention.format import use_fp8_attention
+from ds_fp8.layers.attention.selective_checkpointing import OPERATORS, keep_attention
 from tests.layers.hugging_face import causal_lm, tokens
 from tests.ranks import on_ranks
 from tests.zero import models
-from tests.zero.test_training import QUIET
 
 LAYERS = 6
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
@@ -222,15 +224,11 @@ def test_the_key_of_deepspeed_keeps_inputs_on_the_host(caplog, make, given, fp8,
 
 def train(architecture, recompute, on_host, section):
     """(losses, BF16 weights, whether inputs were kept on the host) of two steps of two micro-batches each."""
-    model = causal_lm(architecture, num_hidden_layers=3)
+    model = causal_lm(architecture)
     if recompute is not None:
         model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
-    config = {**models.config({**QUIET, **section}), "gradient_accumulation_steps": 2, **(ON_HOST if on_host else {})}
-    engine = ds_fp8.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    losses = []
-    for step in range(4):
-        ids = models.batch(step, dist.get_rank())
-        losses.append(models.take_step(engine, engine(input_ids=ids, labels=ids, use_cache=False).loss))
+    engine = models.engine(section, model, {"gradient_accumulation_steps": 2, **(ON_HOST if on_host else {})})
+    losses = models.train(engine, 2)
     assert isinstance(recomputed_by(engine.module.model.layers[0]), HostCheckpoints) == on_host
     return losses, models.bf16_weights(engine)
 
@@ -244,3 +242,97 @@ def test_engines_train_the_same_bits(section):
         assert losses == expected, recompute
         for name, weight in trained.items():
             assert torch.equal(weights[name], weight), name
+
+
+# ---------------------------------------------------------------- attention's results are kept
+
+
+FEW = 3
+
+
+class Forwards(TorchDispatchMode):
+    """Counts attention's forward kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.name().removesuffix(".default") in OPERATORS
+        return function(*args, **(kwargs or {}))
+
+
+def step(model):
+    """Loss and gradients of one step, and how often attention ran forward."""
+    model.zero_grad()
+    ids = tokens(2, 32)
+    with Forwards() as forwards:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return forwards.count, loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("attention", ["bf16", "e4m3"])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_attention_runs_once_and_no_bit_changes(architecture, attention, on_host):
+    model = causal_lm(architecture, num_hidden_layers=FEW, attn_implementation="sdpa")
+    in_fp8 = attention == "e4m3" and architecture != "gemma3_text"  # whose windows stay in BF16
+    if in_fp8:
+        use_fp8_attention(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if on_host:
+        keep_on_host(model)
+    twice, *expected = step(model)
+    keep_attention(model)
+    assert on_host or why_not_recomputed(list(model.modules())) is None
+    for _ in range(2):
+        once, loss, gradients = step(model)
+        assert (twice, once) == (2 * FEW, FEW)
+        assert torch.equal(loss, expected[0])
+        for found, wanted in zip(gradients, expected[1], strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("reentrant", "words"), [(None, "no layer"), (True, "reentrant")])
+def test_where_it_cannot_be_an_error_names_the_key(reentrant, words):
+    model = causal_lm("llama")
+    if reentrant:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(UserError, match=words) as error:
+        keep_attention(model)
+    assert error.value.key == "fp8.activations.keep_attention"
+
+
+def test_where_there_is_nothing_to_keep_it_is_said(caplog):
+    model = causal_lm("llama", attn_implementation="eager")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    keep_attention(model)
+    selective_checkpointing._warn.cache_clear()
+    with caplog.at_level("WARNING", logger="ds_fp8"):
+        step(model)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "fp8.activations.keep_attention saves nothing" in said
+
+
+def losses(preset, prefetch, activations):
+    """Losses of steps, and how often attention ran forward in each."""
+    model = causal_lm("qwen2", hidden_size=256, intermediate_size=384)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    section = {"preset": preset, "activations": activations}
+    engine = models.engine(section, model, stage3_prefetch_bucket_size=prefetch)
+    rows, found, counts = tokens(2, 64), [], []
+    for _ in range(2):
+        with Forwards() as forwards:
+            found.append(models.take_step(engine, models.loss_of(engine, rows)))
+        counts.append(forwards.count)
+    return found, counts
+
+
+# What is prefetched, and channels that are looked for once, make other operators run in the second forward.
+@pytest.mark.parametrize(("preset", "prefetch"), [("hybrid_fast", 0), ("precise", 50_000_000)])
+@on_ranks(2)
+def test_an_engine_keeps_it_and_trains_to_the_same_bits(preset, prefetch):
+    (plain, twice), (kept, once) = (losses(preset, prefetch, {"keep_attention": keep}) for keep in (False, True))
+    assert plain == kept
+    assert twice == [2 * once[0]] * 2
+    assert once == [once[0]] * 2
+    assert once[0] > 0

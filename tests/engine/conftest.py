@@ -1,3 +1,0 @@
-from tests.zero.conftest import baseline
-
-__all__ = ["baseline"]

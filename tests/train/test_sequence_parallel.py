@@ -88,7 +88,7 @@ def two(own_ranks):
 )
 def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_home, ranks, two, changes):
     chats = {"data__path": CHATS["path"], "data__format": "chat", "data__answer_pattern": r"answer is (\d+)"}
-    changes = {"train__exact_match_problems": 2, **chats, **changes}
+    changes = {"train__exact_match_problems": 2, "train__max_new_tokens": 4, **chats, **changes}
     one = dict(changes)
     if "data__tokens_per_gpu" in changes:
         changes |= {"train_batch_size": 6, "gradient_accumulation_steps": 6}

@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import IGNORED, DataConfig, build_data, chat
 from ds_fp8.data.stage import describe, extract_answer
 from tests.corpus import CHATS, DOCUMENTS, MAKE
+from tests.refusals import refused
 
 
 def build(own, source=DOCUMENTS, **keys):
@@ -92,9 +92,8 @@ def test_a_plan_that_is_none_or_was_changed_is_made_again(stats, tokenizer, cach
 def test_mistakes_name_their_key(source, keys, key, remedy, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.txt").write_text("Only one text.\nOf two lines.")
-    with pytest.raises(UserError) as error:
+    with refused(key=key) as error:
         build(tokenizer, source, **keys)
-    assert error.value.key == key
     assert remedy in error.value.remedy
 
 
@@ -205,13 +204,11 @@ def test_extract_answer(text, answer):
     ],
 )
 def test_values_out_of_range(values, key):
-    with pytest.raises(UserError) as error:
+    with refused(key=key):
         parse_section(DataConfig, values, key="data")
-    assert error.value.key == key
 
 
 def test_a_pattern_without_end_is_ended(monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0.2)
-    with pytest.raises(UserError, match=r"no end after 0\.2 s") as caught:
+    with refused(r"no end after 0\.2 s", "data.answer_pattern"):
         extract_answer(r"(([a-z0-9 ]+)+)+#$", "the answer is four and four more words of it")
-    assert caught.value.key == "data.answer_pattern"

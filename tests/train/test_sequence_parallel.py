@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.layers.attention import documents
 from ds_fp8.train import load_stage, train
@@ -21,6 +20,7 @@ from ds_fp8.train.model import build_model
 from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS
 from tests.ranks import RankPools
+from tests.refusals import refused
 
 STEPS = 4
 ROUNDING = 2e-3  # Relative: FP8 scales follow the tokens and heads of a rank, and sums are in another order
@@ -129,17 +129,13 @@ def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, cache_home, 
     assert losses(tmp_path / "run") == first
     assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == model
     tiny |= {"sequence_parallel_size": 1, "train_batch_size": world * accumulation}
-    with pytest.raises(UserError, match="holds a run with sequence_parallel_size = 2, not 1"):
-        refused(write(tiny, "other.json"), world)
+    with refused("holds a run with sequence_parallel_size = 2, not 1"):
+        inspect_run(load_stage(write(tiny, "other.json"), world=world))
     other = 6 - world  # the other of 2 and 4, with the same batches
     tiny |= {"sequence_parallel_size": 2, "train_batch_size": 2, "gradient_accumulation_steps": 4 // other}
     (tmp_path / "run" / "result.json").unlink()
-    with pytest.raises(UserError, match=f"was saved by {world} ranks that share sequences, not {other}"):
-        refused(write(tiny, "more.json"), other)
-
-
-def refused(file, world):
-    inspect_run(load_stage(file, world=world))
+    with refused(f"was saved by {world} ranks that share sequences, not {other}"):
+        inspect_run(load_stage(write(tiny, "more.json"), world=other))
 
 
 @pytest.mark.parametrize(
@@ -155,9 +151,8 @@ def refused(file, world):
 )
 def test_what_cannot_be_shared_is_refused(tiny, write, tmp_path, changes, world, key, message):
     raw = stage_of(tiny, tmp_path / "run", 2, **changes)
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message, key):
         load_stage(write(raw), world=world)
-    assert error.value.key == key
 
 
 def slices(file, cache):
@@ -214,6 +209,6 @@ def test_a_model_that_recomputes_by_itself_is_refused(tiny, write, monkeypatch):
     tiny["model"]["activation_checkpointing"] = "offload"
     stage = load_stage(write(tiny))
     monkeypatch.setattr("transformers.modeling_utils.checkpoint", lambda function, *args, **options: function(*args))
-    with pytest.raises(UserError, match="recomputes its layers by a function of its own") as error:
+    with refused("recomputes its layers by a function of its own") as error:
         build_model(stage, AutoConfig.for_model(**stage.model.config, vocab_size=640))
     assert (error.value.key, error.value.remedy) == ("model.activation_checkpointing", "true")

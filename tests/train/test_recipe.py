@@ -25,6 +25,7 @@ SMALL = [
     "data.sequence_length=192",
     "zero_optimization.stage3_param_persistence_threshold=100",
     "train.eval_every=100",
+    "fp8.monitor.every=0",
     "train.eval_batches=1",
     "train.save_every=2",
 ]

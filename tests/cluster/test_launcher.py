@@ -12,13 +12,14 @@ import time
 
 import psutil
 import pytest
+import torch
 from deepspeed.launcher.runner import fetch_hostfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fp8 import cli
-from ds_fp8.cluster import launcher, watchdog
-from ds_fp8.cluster.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR
+from ds_fp8.cluster import guardian, launcher, watchdog
+from ds_fp8.cluster.entry import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_USER_ERROR, rank_entry
 from ds_fp8.cluster.hosts import read_hostfile
 from ds_fp8.commands.train import main as train
 from ds_fp8.config.errors import UserError
@@ -145,6 +146,28 @@ def test_a_rank_under_any_launcher_says_that_it_leaves(monkeypatch):
         assert (stopped.value.code, left) == (0, leaves)
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.distributed.DistBackendError("NCCL error"), guardian.LOST),
+        (BrokenPipeError(), guardian.LOST),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"), guardian.LOST),
+        (RuntimeError("shapes do not match"), guardian.ERROR),
+        (torch.OutOfMemoryError("NCCL"), guardian.ERROR),
+    ],
+)
+def test_a_rank_says_what_it_failed_of(error, kind, monkeypatch):
+    said = []
+    monkeypatch.setattr(watchdog, "fail", lambda *of: said.append(of[0]))
+
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        rank_entry(main)
+    assert (said, ended.value.code) == ([kind], EXIT_FAILED)
+
+
 # ---------------------------------------------------------------- launch options
 
 
@@ -188,6 +211,24 @@ def test_hosts_are_asked_through_the_ssh_that_pdsh_calls(tmp_path, monkeypatch):
     with refused("no ssh to one: refused") as caught:
         launcher.launch(tmp_path / "hosts", ["--module", "none"], ["--ssh_port=22"])
     assert "-p 22 HOST true" in caught.value.remedy
+
+
+def test_a_job_on_hosts_that_is_started_again_has_another_port(tmp_path, monkeypatch):
+    """The last attempt's may still be in use."""
+    ports = []
+    monkeypatch.setattr(launcher, "_SETTLE", 0)
+    monkeypatch.setattr(launcher.shutil, "which", lambda program: program)
+    monkeypatch.setattr(launcher.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+
+    def lost(jobs):
+        command = jobs[0][0]
+        ports.append(command[command.index("--master_port") + 1])
+        return EXIT_LOST
+
+    monkeypatch.setattr(launcher, "run_job", lost)
+    (tmp_path / "hosts").write_text("one slots=1\n")
+    assert launcher.launch(tmp_path / "hosts", ["--module", "none"], max_restarts=2) == EXIT_LOST
+    assert ports == ["29500", "29501", "29502"]
 
 
 def test_restarts_need_hosts_where_a_script_has_no_other(monkeypatch):

@@ -136,7 +136,7 @@ def test_what_happens_to_long_chats_is_chosen_and_said(choice, tokenizer):
 def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_path):
     chats = [
         [
-            {"role": "user", "content": f"What is {n} and {n}?"},
+            {"role": "user", "content": f"What is {n} and {n}?" + " Think." * 400 * (n % 4 == 3)},  # longer than a row
             {"role": "assistant", "content": "Wait. #### 0"},
             {"role": "user", "content": "Well?"},
             {"role": "assistant", "content": f"It is #### {2 * n}" if n % 2 else "I do not know."},
@@ -151,7 +151,7 @@ def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_pat
     for question in questions:
         prompt = tokenizer.decode(question.prompt)
         n = int(question.answer) // 2
-        assert n % 2
+        assert n % 4 == 1
         assert prompt == tokenizer.apply_chat_template(chats[n][:3], tokenize=False, add_generation_prompt=True)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import itertools
 import json
 import os
 import re
@@ -33,7 +34,7 @@ MAX_FILE_BYTES = 400_000  # Less than an optimizer's shard of the tiny model tak
 
 
 def run(file: str, cache: str, overrides: list[str], failing: bool = False, undeletable: str = "") -> tuple[str, str]:
-    """Train on this rank; returns the error it ended in, and what it printed.
+    """Train on this rank, with validation losses that rise; returns the error it ended in, and what it printed.
 
     Where it is `failing` the disk is full at the first save, and refuses large files from then on. The folder
     `undeletable` cannot be deleted, as one that another user protects.
@@ -57,6 +58,9 @@ def run(file: str, cache: str, overrides: list[str], failing: bool = False, unde
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.ExitStack() as failures:
+            failures.enter_context(
+                mock.patch("ds_fp8.train.evaluation.validation_loss", side_effect=itertools.count(1.0))
+            )
             if failing:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, before[1]))
                 failures.enter_context(mock.patch.object(shutil, "disk_usage", full_once))
@@ -74,7 +78,7 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     """And the weights are those of a run that nothing happened to, saved in the background or not."""
     tiny["fp8"] = {"enabled": False}
     tiny["train"]["schedule"] = {"type": "constant", "warmup": 0}
-    tiny["train"] |= {"steps": 4, "save_every": 1, "keep_last": 1, "eval_batches": 1, "max_failed_saves": 2}
+    tiny["train"] |= {"steps": 3, "save_every": 1, "keep_last": 1, "eval_every": 1, "max_failed_saves": 2}
     file, cache = str(write(tiny)), str(cache_home)
 
     def go(name: str, *overrides: str, failing: bool = False, undeletable: str = "") -> tuple[list[str], str]:
@@ -82,9 +86,10 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
         ends = ranks(2, run, file, cache, [f"train.run_dir={tmp_path / name}", *overrides], failing, undeletable)
         return [error for error, _ in ends], ends[0][1]
 
-    errors, said = go("whole", undeletable="step_1.deleted")
+    errors, said = go("whole", "train.keep_best=true", undeletable="step_2.deleted")
     assert errors == ["", ""]
-    assert "step 2 is saved, but a later part of saving failed: Permission denied" in said
+    assert steps_in(tmp_path / "whole") == [1, 3]  # the best and the last
+    assert "step 3 is saved, but a later part of saving failed: Permission denied" in said
     assert "was not saved" not in said
     folder = tmp_path / "cut"
     assert go("cut", "train.steps=1")[0] == ["", ""]
@@ -107,10 +112,10 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     # What is in the way of a save is replaced, and what a link leads to is left alone.
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine").touch()
-    (folder / "checkpoints" / "step_3.part").write_text("")
-    (folder / "checkpoints" / "step_4.part").symlink_to(tmp_path / "elsewhere")
+    (folder / "checkpoints" / "step_2.part").write_text("")
+    (folder / "checkpoints" / "step_3.part").symlink_to(tmp_path / "elsewhere")
     assert go("cut", "train.async_save=true")[0] == ["", ""]
-    assert steps_in(folder)[-1] == 4
+    assert steps_in(folder) == [3]
     assert [file.name for file in (tmp_path / "elsewhere").iterdir()] == ["mine"]
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -108,6 +108,19 @@ class Says(torch.nn.Module):
         return torch.cat([input_ids, self.ids.expand(len(input_ids), -1)], dim=1)
 
 
+def right_answers(file):
+    """Answer three questions rightly; ranks answer equally many, and count their own."""
+    stage = load_stage(file)
+    tokenizer = build_tokenizer(stage.data)
+    engine = Alone(Says(tokenizer("It is 4.", add_special_tokens=False)["input_ids"]))
+    share, samples = exact_match(engine, stage, tokenizer, [Question((5, 6), "4")] * 3, r"is (\d)", lambda: None)
+    return share, [sample["right"] for sample in samples]
+
+
+def test_no_question_counts_twice(tiny, write, ranks):
+    assert ranks(2, right_answers, write(tiny)) == [(1.0, [True, True]), (1.0, [True])]
+
+
 def refusal_of_an_answer(file):
     chat.SECONDS = 0.2
     stage = load_stage(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from unittest import mock
 
@@ -28,9 +27,8 @@ def test_the_crafted_file_would_run_code(tmp_path):
     assert (tmp_path / "trace").is_dir()
 
 
-def run(file: str, cache: str, overrides: list[str], checked: bool = True) -> str:
+def run(file: str, overrides: list[str], checked: bool = True) -> str:
     """Train on this rank; returns the error it ended in. Where not `checked` the checkpoint is loaded as it is."""
-    os.environ["DS_FP8_CACHE"] = cache
     stage = load_stage(file, overrides)
     unchecked = mock.patch.object(resume, "settle", lambda stage, say: resume.inspect_run(stage))
     try:
@@ -44,17 +42,17 @@ def run(file: str, cache: str, overrides: list[str], checked: bool = True) -> st
     return ""
 
 
-def test_deepspeeds_own_loading_reads_tensors_alone(tiny, write, ranks, tmp_path, cache_home):
+def test_deepspeeds_own_loading_reads_tensors_alone(tiny, write, ranks, tmp_path):
     """On as many ranks, in resharding and in an export, for whatever slips through the check before."""
     tiny["fp8"] = {"enabled": False}
     tiny["train"] |= {"run_dir": str(tmp_path / "run")}
     file = str(write(tiny))
-    assert ranks(2, run, file, str(cache_home), STEPS) == ["", ""]
+    assert ranks(2, run, file, STEPS) == ["", ""]
     for crafted in step(tmp_path / "run", 1).glob("*optim_states.pt"):
         craft(crafted, tmp_path / "trace")
     longer = [*STEPS, "train.steps=2"]
     for world, more in ((2, []), (1, [ON_ONE_RANK])):
-        errors = ranks(world, run, file, str(cache_home), [*longer, *more], False)
+        errors = ranks(world, run, file, [*longer, *more], False)
         assert all("more than tensors and plain values: it names posix.mkdir" in error for error in errors), errors
     checkpoint, config = step(tmp_path / "run", 1), AutoConfig.from_pretrained(tmp_path / "run" / "model")
     with refused(r"it names posix\.mkdir"):
@@ -66,7 +64,7 @@ def test_deepspeeds_own_loading_reads_tensors_alone(tiny, write, ranks, tmp_path
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_a_model_folder_with_code_is_refused(name, tiny, write, tmp_path, cache_home):
+def test_a_model_folder_with_code_is_refused(name, tiny, write, tmp_path):
     stage = load_stage(write(tiny))
     tokenizer = build_tokenizer(stage.data)
     model = build_model(stage, load_model_config(stage, tokenizer))

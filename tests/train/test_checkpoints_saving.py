@@ -33,13 +33,12 @@ from tests.train.conftest import ROOT
 MAX_FILE_BYTES = 400_000  # Less than an optimizer's shard of the tiny model takes, more than any other file
 
 
-def run(file: str, cache: str, overrides: list[str], failing: bool = False, undeletable: str = "") -> tuple[str, str]:
+def run(file: str, overrides: list[str], failing: bool = False, undeletable: str = "") -> tuple[str, str]:
     """Train on this rank, with validation losses that rise; returns the error it ended in, and what it printed.
 
     Where it is `failing` the disk is full at the first save, and refuses large files from then on. The folder
     `undeletable` cannot be deleted, as one that another user protects.
     """
-    os.environ["DS_FP8_CACHE"] = cache
     stage = load_stage(file, overrides)
     usage, times = shutil.disk_usage, []
 
@@ -74,16 +73,16 @@ def run(file: str, cache: str, overrides: list[str], failing: bool = False, unde
     return "", said.getvalue()
 
 
-def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write, ranks, tmp_path, cache_home):
+def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write, ranks, tmp_path):
     """And the weights are those of a run that nothing happened to, saved in the background or not."""
     tiny["fp8"] = {"enabled": False}
     tiny["train"]["schedule"] = {"type": "constant", "warmup": 0}
     tiny["train"] |= {"steps": 3, "save_every": 1, "keep_last": 1, "eval_every": 1, "max_failed_saves": 2}
-    file, cache = str(write(tiny)), str(cache_home)
+    file = str(write(tiny))
 
     def go(name: str, *overrides: str, failing: bool = False, undeletable: str = "") -> tuple[list[str], str]:
         """Return the errors by rank, and what rank 0 printed."""
-        ends = ranks(2, run, file, cache, [f"train.run_dir={tmp_path / name}", *overrides], failing, undeletable)
+        ends = ranks(2, run, file, [f"train.run_dir={tmp_path / name}", *overrides], failing, undeletable)
         return [error for error, _ in ends], ends[0][1]
 
     errors, said = go("whole", "train.keep_best=true", undeletable="step_2.deleted")
@@ -200,11 +199,11 @@ def runs_in(folder) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_killed_runs_end_as_undisturbed_ones(cache_home, tmp_path):
+def test_killed_runs_end_as_undisturbed_ones(tmp_path):
     """Of ranks and of whole runs, one kill inside a save: equal weights, equal losses of every step, ever."""
     command = [sys.executable, str(ROOT / "scripts/faults/kills.py"), "--presets", "coat", "--by-launcher", "0"]
     options = ["--steps", "8", "--seed", "18", "--kills", "3", "--in-save", "1", "--set", "keep_last=1"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "DS_FP8_CACHE": str(cache_home)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     kills, in_saves, runs = map(int, re.search(r"(\d+) kills .* (\d+) inside a save, (\d+) runs", done.stdout).groups())

@@ -42,12 +42,12 @@ def ends(run_dir: Path) -> tuple[list, dict, set[str], str]:
     return losses, weights, kept, (run_dir / "checkpoints" / "latest").read_text()
 
 
-def beside_a_stored_model(tiny: dict, write, ranks, folder: Path, cache: str) -> None:
+def beside_a_stored_model(tiny: dict, write, ranks, folder: Path) -> None:
     """Store a model for the stage's adapters. A run to begin from leaves other frozen weights, in its checkpoint."""
     own = {key: value for key, value in tiny["train"].items() if key != "resume"}
     tiny["train_batch_size"] = tiny.pop("gradient_accumulation_steps") * 4
     if "resume" in tiny["train"]:
-        ranks(2, run, str(write({**tiny, "train": own})), cache, folder / "first", 2)
+        ranks(2, run, str(write({**tiny, "train": own})), folder / "first", 2)
         tiny["train"]["resume"] = str(folder / "first")
     stage = load_stage(write({**tiny, "train": {**own, "seed": 7, "lora": None, "resume": None}}))
     build_model(stage, load_model_config(stage, build_tokenizer(stage.data))).save_pretrained(folder / "other")
@@ -66,18 +66,18 @@ def chosen(copies: list[Path], steps: list[int], seed: int, count: int) -> list[
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_crash_at_any_write_changes_no_bit(case, tiny, write, ranks, tmp_path, cache_home, monkeypatch):
+def test_a_crash_at_any_write_changes_no_bit(case, tiny, write, ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     tiny["train"] |= {"steps": STEPS, "save_every": 2, "keep_last": 1, "eval_every": 2, "eval_batches": 1}
     for section, values in CASES[case].items():
         tiny[section] = values if section != "train" else {**tiny[section], **values}
-    cache, whole, copies = str(cache_home), tmp_path / "whole", tmp_path / "copies"
+    whole, copies = tmp_path / "whole", tmp_path / "copies"
     if "lora" in tiny["train"]:
-        beside_a_stored_model(tiny, write, ranks, tmp_path, cache)
+        beside_a_stored_model(tiny, write, ranks, tmp_path)
     file = str(write(tiny))
-    ranks(2, run, file, cache, whole, STEPS, copies)
+    ranks(2, run, file, whole, STEPS, copies)
     found = sorted(copies.iterdir())
-    steps, others = ranks(2, go_on_from, file, cache, found)
+    steps, others = ranks(2, go_on_from, file, found)
     assert steps == others
     assert set(steps) == {0, 2, STEPS}, [step for step in steps if isinstance(step, str)]
     of_first = [step for copy, step in zip(found, steps, strict=True) if copy.name[4] == "0"]
@@ -87,7 +87,7 @@ def test_a_crash_at_any_write_changes_no_bit(case, tiny, write, ranks, tmp_path,
         metrics = copy / "metrics.jsonl"
         if metrics.exists():
             metrics.write_text(metrics.read_text() + '{"step": 3, "lo')  # the line that the crash cut off
-        ranks(2, run, file, cache, copy, STEPS)
+        ranks(2, run, file, copy, STEPS)
         losses, weights, kept, latest = ends(copy)
         assert losses == expected[0], copy.name
         assert all(torch.equal(weights[name], tensor) for name, tensor in expected[1].items()), copy.name

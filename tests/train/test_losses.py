@@ -1,7 +1,6 @@
 """The two losses of a run: as trained, and of the BF16 weights that it writes, without casts."""
 
 import json
-import os
 from argparse import Namespace
 
 import pytest
@@ -39,16 +38,15 @@ CASES = {
 }
 
 
-def trained(file, cache):
-    os.environ["DS_FP8_CACHE"] = cache
+def trained(file):
     train(load_stage(file))
 
 
-def trained_and_loaded(file, cache):
+def trained_and_loaded(file):
     """The validation loss of run_dir/model, as transformers loads it in the processes that have trained it."""
     # In these, for DeepSpeed's ZeRO-3 puts a linear of its own in the place of torch's, which rounds before it adds the
     # bias: in processes without it the loss moves by 2e-6.
-    trained(file, cache)
+    trained(file)
     stage = load_stage(file)
     packed_attention.register()
     munit.register()
@@ -65,9 +63,8 @@ def test_a_loss_that_is_not_finite_is_null_in_json():
     assert found == {"loss": None, "perplexity": None, "rows": 2, "loss_as_trained": 1.5}
 
 
-def losses_alone_and_shared(folder, alone, shared, cache):
+def losses_alone_and_shared(folder, alone, shared):
     """The validation loss of an untrained model by `ds-fp8 evaluate` for a stage, and for one of shared rows."""
-    os.environ["DS_FP8_CACHE"] = str(cache)
     stage = load_stage(alone)
     tokenizer = build_tokenizer(stage.data)
     model = build_model(stage, load_model_config(stage, tokenizer))
@@ -85,7 +82,7 @@ def losses_alone_and_shared(folder, alone, shared, cache):
 
 
 @pytest.mark.parametrize("budget", [None, 64])
-def test_rows_that_ranks_share_are_evaluated_by_one(tiny, write, ranks, tmp_path, cache_home, budget):
+def test_rows_that_ranks_share_are_evaluated_by_one(tiny, write, ranks, tmp_path, budget):
     if budget:
         tiny |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
         tiny["data"]["tokens_per_gpu"] = budget
@@ -93,7 +90,7 @@ def test_rows_that_ranks_share_are_evaluated_by_one(tiny, write, ranks, tmp_path
     tiny["sequence_parallel_size"] = 2
     if budget:
         tiny["data"]["tokens_per_gpu"] = budget // 2
-    alone, shared, of_two = ranks(1, losses_alone_and_shared, tmp_path / "model", alone, write(tiny), cache_home)[0]
+    alone, shared, of_two = ranks(1, losses_alone_and_shared, tmp_path / "model", alone, write(tiny))[0]
     assert alone == shared == of_two
 
 
@@ -143,7 +140,7 @@ def losses_of(folder):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tmp_path, cache_home, case):
+def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tmp_path, case):
     """Where BF16's loss is taken along the run, too, which changes no step of it."""
     options = CASES[case]
     tiny["zero_optimization"] |= options.get("zero", {})
@@ -154,7 +151,7 @@ def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tm
     for along in ways:
         folder = tmp_path / str(along)
         tiny["train"] |= {"run_dir": str(folder), "steps": 2, "eval_every": 1, "eval_batches": 1, "eval_bf16": along}
-        found = ranks(2, trained_and_loaded, write(tiny), str(cache_home))[0]
+        found = ranks(2, trained_and_loaded, write(tiny))[0]
         result = json.loads((folder / "result.json").read_text())
         assert result["final_loss_bf16"] == pytest.approx(found, abs=2e-6)  # summed in another order
         assert result["fp8"]["moved_to_bf16"] == []
@@ -171,14 +168,14 @@ def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tm
         assert losses_of(tmp_path / "True") == losses_of(tmp_path / "False")
 
 
-def test_without_casts_there_is_one_loss(tiny, write, ranks, tmp_path, cache_home):
+def test_without_casts_there_is_one_loss(tiny, write, ranks, tmp_path):
     tiny["fp8"] |= {
         "linear": {"overrides": {"*": "bf16"}},
         "param_gather": {"format": "bf16"},
         "grad_reduce": {"format": "bf16"},
     }
     tiny["train"] |= {"run_dir": str(tmp_path / "run"), "steps": 2}
-    ranks(2, trained, write(tiny), str(cache_home))
+    ranks(2, trained, write(tiny))
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["final_loss"] == result["final_loss_bf16"]
     assert "validation_loss_bf16" not in (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -189,9 +186,7 @@ MIXTURE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_hea
 MIXTURE |= {"num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 128, "output_router_logits": True}
 
 
-def test_what_a_mixture_adds_to_its_loss_weighs_as_much_in_many_micro_batches_as_in_few(
-    tiny, write, ranks, tmp_path, cache_home
-):
+def test_what_a_mixture_adds_to_its_loss_weighs_as_much_in_many_micro_batches_as_in_few(tiny, write, ranks, tmp_path):
     del tiny["train_micro_batch_size_per_gpu"], tiny["gradient_accumulation_steps"]
     tiny |= {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "fp8": {"enabled": False}}
     tiny["gradient_clipping"] = 0.0
@@ -203,7 +198,7 @@ def test_what_a_mixture_adds_to_its_loss_weighs_as_much_in_many_micro_batches_as
             tiny["data"]["tokens_per_gpu"] = budget
             folder = tmp_path / f"{budget}-{weight}"
             tiny["train"]["run_dir"] = str(folder)
-            ranks(2, trained, write(tiny), str(cache_home))
+            ranks(2, trained, write(tiny))
             found[budget, weight] = next(line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line)
     added = [found[budget, 10.0]["loss"] - found[budget, 0.0]["loss"] for budget in (64, 1024)]
     assert added[0] > 10

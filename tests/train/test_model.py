@@ -16,7 +16,7 @@ from tests.refusals import refused
 
 
 @pytest.fixture
-def load(tiny, write, cache_home):
+def load(tiny, write):
     """The stage with overrides and its tokenizer."""
 
     def load(*overrides: str):

@@ -1,7 +1,6 @@
 """Munit scaling under ZeRO-3 on two ranks: steps without an amax, and a stage that is resumed, saved and evaluated."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -53,8 +52,7 @@ def test_no_amax_and_no_all_reduce_of_one(ranks):
         assert maxima >= 3
 
 
-def train_here(file, run_dir, cache):
-    os.environ["DS_FP8_CACHE"] = cache
+def train_here(file, run_dir):
     return train(load_stage(file, [f"train.run_dir={run_dir}"]))
 
 
@@ -68,14 +66,14 @@ def munit_stage(tiny):
 
 
 @pytest.mark.slow
-def test_a_stage_is_saved_loaded_and_not_exported(munit_stage, write, ranks, tmp_path, cache_home, monkeypatch):
+def test_a_stage_is_saved_loaded_and_not_exported(munit_stage, write, ranks, tmp_path, monkeypatch):
     file, run_dir = write(munit_stage), tmp_path / "run"
-    whole = ranks(2, train_here, file, run_dir, str(cache_home))[0]
+    whole = ranks(2, train_here, file, run_dir)[0]
     assert whole["final_loss"] < whole["first_validation_loss"]
     assert json.loads((run_dir / "model" / "config.json").read_text())["model_type"] == "munit_qwen2"
 
     next_stage = munit_stage | {"model": {"path": str(run_dir / "model")}, "train": munit_stage["train"] | {"steps": 3}}
-    after = ranks(2, train_here, write(next_stage, "next.json"), tmp_path / "next", str(cache_home))[0]
+    after = ranks(2, train_here, write(next_stage, "next.json"), tmp_path / "next")[0]
     assert after["first_validation_loss"] == pytest.approx(whole["final_loss"], rel=1e-3)
 
     monkeypatch.setattr("sys.argv", ["ds-fp8 export", str(run_dir), str(tmp_path / "served"), "--format", "bf16"])

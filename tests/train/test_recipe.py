@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -39,9 +38,8 @@ SFT = [f"data.path={FOLDER}/basic.jsonl", "train_batch_size=8", "data.tokens_per
 SFT += ["optimizer.params.lr=1e-3"]
 
 
-def run(stage: str, folder: str, cache: str, overrides: list[str]) -> tuple[dict, str]:
+def run(stage: str, folder: str, overrides: list[str]) -> tuple[dict, str]:
     """The result of one stage, and what this rank printed."""
-    os.environ["DS_FP8_CACHE"] = cache
     runs = [f"train.run_dir={folder}/{stage}", *SMALL, *overrides]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         result = train(load_stage(CONFIGS / f"{stage}.json", runs))
@@ -64,8 +62,7 @@ def recipe(ranks, folder):
         "sft_stage1": [*SFT, f"train.init_from={folder}/cpt"],
         "sft_stage2": [*SFT, f"train.init_from={folder}/sft_stage1", f"data.path={FOLDER}/mixed.jsonl"],
     }
-    cache = str(folder / "cache")
-    return {stage: ranks(2, run, stage, str(folder), cache, more)[0] for stage, more in overrides.items()}
+    return {stage: ranks(2, run, stage, str(folder), more)[0] for stage, more in overrides.items()}
 
 
 def test_every_stage_runs_to_its_end_and_learns(recipe):
@@ -91,8 +88,8 @@ def test_sft_counts_epochs_over_chats(recipe, folder):
 def test_a_step_of_chats_has_their_mean_loss_per_token(recipe, ranks, folder, monkeypatch):
     """However they are packed and shared: the first loss is that of the step's chats, each run through alone."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    cache, own = str(folder / "cache"), [*SFT, f"train.init_from={folder}/cpt", "fp8.enabled=false"]
-    result = ranks(2, run, "sft_stage1", str(folder / "bf16"), cache, own)[0][0]
+    own = [*SFT, f"train.init_from={folder}/cpt", "fp8.enabled=false"]
+    result = ranks(2, run, "sft_stage1", str(folder / "bf16"), own)[0][0]
     stage = load_stage(CONFIGS / "sft_stage1.json", [*SMALL, *own])
     tokenizer = build_tokenizer(stage.data)
     data = build_data(stage.data, tokenizer)

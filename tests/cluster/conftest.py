@@ -35,18 +35,18 @@ def at_once(body: Callable) -> Callable:
 
     kind = inspect.Parameter.KEYWORD_ONLY
     test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("threads", "request", *names)])
-    test.__name__, test.__module__, test.__doc__, test.body = body.__name__, body.__module__, body.__doc__, body
+    test.__name__, test.__module__, test.__doc__, test.at_once = body.__name__, body.__module__, body.__doc__, body
     return test
 
 
 @pytest.fixture(scope="module")
 def threads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
     """Begin the chosen tests of the module that run `at_once`; return their futures by node id."""
-    chosen = [item for item in request.session.items if item.path == request.path and hasattr(item.function, "body")]
+    chosen = [item for item in request.session.items if item.path == request.path and hasattr(item.function, "at_once")]
     with ThreadPoolExecutor(getattr(request.module, "AT_ONCE", AT_ONCE)) as pool:
         yield {
             item.nodeid: pool.submit(
-                item.function.body,
+                item.function.at_once,
                 tmp_path_factory.mktemp("job"),
                 **(item.callspec.params if hasattr(item, "callspec") else {}),
             )

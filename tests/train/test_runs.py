@@ -294,7 +294,6 @@ def test_losses_are_means_over_all_label_tokens_and_the_result_is_usable(tiny, w
 def test_bad_input_names_file_and_key_before_anything_is_written(change, word, tiny, write, tmp_path, monkeypatch):
     tiny["data"] |= {**CHATS, "answer_pattern": r"answer is (\d+)"}
     file = write(tiny)
-    monkeypatch.setenv("DS_FP8_CACHE")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train", str(file), "--set", change])
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():

@@ -130,9 +130,8 @@ def test_the_costliest_for_their_flops_are_proposed_within_the_budget():
 
 
 @pytest.fixture
-def run(folder, monkeypatch, capsys):
+def run(folder, capsys):
     """`run(FILE, option, ...)`: figures of the command on a small model, what it prints, and the folder it wrote."""
-    monkeypatch.setenv("DS_FP8_CACHE")
 
     def command(file, *options):
         arguments = ["--rows", "2", "--length", "41", "--out", str(folder / "out"), *map(str, options)]
@@ -249,14 +248,12 @@ def test_points_of_one_folder_do_not_overwrite_each_other(folder, tmp_path):
     ],
 )
 def test_mistakes(folder, monkeypatch, file, options, key):
-    monkeypatch.setenv("DS_FP8_CACHE")
     monkeypatch.setattr(sys, "argv", [])
     with refused(key=key):
         main(["sensitivity", str(folder), str(folder / file), "--length", "41", *options])
 
 
-def test_markers_of_a_chat_template_that_the_model_lacks_are_named(folder, monkeypatch, write, tmp_path):
-    monkeypatch.setenv("DS_FP8_CACHE")
+def test_markers_of_a_chat_template_that_the_model_lacks_are_named(folder, write, tmp_path):
     base = tmp_path / "base"
     causal_lm("llama", vocab_size=10).save_pretrained(base)  # as many as words
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -6,12 +6,12 @@ import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed looks for one
 
-# deepspeed.initialize imports these, for a second, and tests the models.
+# deepspeed.initialize imports these, for a second and more of every rank, and tests the models.
 for name in (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "ds_fp8.engine.initialize",
-    "ds_fp8.train",
+    "ds_fp8.train.run",
     *(f"transformers.models.{model}.modeling_{model}" for model in ("llama", "qwen2", "qwen3", "qwen3_moe")),
 ):
     importlib.import_module(name)

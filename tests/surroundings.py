@@ -27,6 +27,7 @@ def leave() -> Path:
         for name in [name for name in os.environ if name.startswith(OF_OTHERS) or name == "DS_FP8"]:
             del os.environ[name]
         os.environ[VARIABLE] = tempfile.mkdtemp(prefix="ds_fp8_tests_")
+        os.environ["DS_FP8_CACHE"] = f"{os.environ[VARIABLE]}/cache"  # each corpus is tokenised once
         atexit.register(_remove, os.environ[VARIABLE], os.getpid())
         if not torch.cuda.is_available():
             os.environ["HOME"] = os.environ[VARIABLE]

@@ -1,5 +1,7 @@
 """Real ranks in the environments of launchers: hosts, transport, levels of the reduction."""
 
+import base64
+import json
 import os
 import subprocess
 import sys
@@ -134,9 +136,8 @@ def job(launch: Launch, rank: Rank, connection: Connection) -> None:
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    engine = ds_fp8.initialize(
-        model=Net(), config=config({"preset": "infir2", "linear": {"skip": []}}), distributed_port=rank.port
-    )[0]
+    fp8 = {"preset": "infir2", "linear": {"skip": []}, "monitor": {"every": 0}}
+    engine = ds_fp8.initialize(model=Net(), config=config(fp8), distributed_port=rank.port)[0]
     report = engine.fp8.report
 
     # This host's GPUs, which a rank sees as CUDA_VISIBLE_DEVICES says.
@@ -181,10 +182,11 @@ def test_ranks_find_hosts_transport_and_levels(name):
         assert found == (rank, launch.ranks, launch.hosts, launch.transport, launch.hierarchy)
 
 
+WORLD = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
 COMMANDS = {
     "deepspeed": (
         deepspeed,
-        "-m deepspeed.launcher.runner --num_gpus 2 --master_port PORT --no_python --no_local_rank",
+        f"-m deepspeed.launcher.launch --world_info {WORLD} --master_port PORT --no_python --no_local_rank",
     ),
     "one GPU a rank": (
         one_gpu,
@@ -199,7 +201,10 @@ COMMANDS = {
 
 
 def asked(name: str, folder: Path) -> None:
-    """Start ranks by a launcher that is installed; each writes its environment down."""
+    """Start ranks by a launcher that is installed; each writes its environment down.
+
+    Below the command `deepspeed`, which would import all of DeepSpeed once more.
+    """
     variables, command = COMMANDS[name]
     port, script = free_port(), folder / "rank"
     script.write_text(f'#!/bin/sh\nenv > "{folder}/$RANK.env"\n')

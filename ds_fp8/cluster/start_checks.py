@@ -27,9 +27,6 @@ from ds_fp8.cluster.hosts import this_host
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import flat
 
-CLOCK_SECONDS = 5.0  # a warning for clocks further apart: times of files and logs would mislead
-# A warning for a GPU with less than this share of the largest free memory: another process runs there.
-FREE_MEMORY = 0.9
 MISSING = "missing"
 _SHARED_SECONDS = 5.0  # for a file written on one host to appear on another (NFS)
 _ROWS = 30
@@ -51,29 +48,23 @@ class Job:
 
 
 def check_ranks(store: Store, job: Job | None = None) -> str:
-    """Compare versions, configuration, files, free memory and clocks of all ranks. Collective.
+    """Compare versions, configuration and files of all ranks; without a job versions and machines alone. Collective.
 
-    Without a job versions and machines alone. Returns a line on what was compared, followed by warnings.
+    Returns a line on what was compared.
     """
     started = time.monotonic()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == 0:
-        store.set("clock", str(time.time()))
-    # All ranks read their clocks when `get` returns: within the network's latency after rank 0 has written.
-    behind = time.time() - float(store.get("clock"))
-    store.set(f"facts/{rank}", json.dumps(_about_this_rank(job) | {"clock": behind}))
+    store.set(f"facts/{rank}", json.dumps(_about_this_rank(job)))
     if rank == 0:
         every = [json.loads(value) for value in store.multi_get([f"facts/{number}" for number in range(world)])]
-        store.set("compared", json.dumps([_difference(every), _warnings(every)]))
+        store.set("compared", _difference(every))
     # All ranks raise the same error: none waits in the first collective.
-    difference, warnings = json.loads(store.get("compared"))
-    if difference:
+    if difference := store.get("compared").decode():
         raise UserError(difference, remedy="make these the same on all hosts", file=job and job.file)
     if job is not None:
         _check_shared(store, job.run_dir)
     compared = "versions, configuration, data and model files" if job is not None else "versions"
-    line = f"{world} ranks have the same {compared} ({time.monotonic() - started:.1f} s)"
-    return "\n".join([line, *warnings])
+    return f"{world} ranks have the same {compared} ({time.monotonic() - started:.1f} s)"
 
 
 def _about_this_rank(job: Job | None) -> dict[str, Any]:
@@ -83,10 +74,7 @@ def _about_this_rank(job: Job | None) -> dict[str, Any]:
         known |= {key: repr(value) for key, value in flat(job.configuration)}
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host reads them
             files = _files(job.paths)
-    free = 0
-    if torch.cuda.is_available():
-        free = torch.cuda.mem_get_info(int(os.environ["LOCAL_RANK"]))[0]
-    return {"host": this_host(), "facts": known, "files": files, "free": free}
+    return {"host": this_host(), "facts": known, "files": files}
 
 
 def _difference(every: list[dict[str, Any]]) -> str:
@@ -107,19 +95,6 @@ def _difference(every: list[dict[str, Any]]) -> str:
         text += [f"{place} differs from {every[0]['host']} (rank 0):", *lines[:_ROWS]]
         text += [f"  ({len(lines) - _ROWS} more differ)"] if len(lines) > _ROWS else []
     return "\n".join(text)
-
-
-def _warnings(every: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    most = max(about["free"] for about in every)
-    for rank, about in enumerate(every):
-        place = f"warning: {about['host']} (rank {rank})"
-        if about["free"] < FREE_MEMORY * most:
-            gib = about["free"] / 2**30
-            lines.append(f"{place}: {gib:.1f} GiB of GPU memory are free, elsewhere {most / 2**30:.1f}")
-        if abs(about["clock"]) > CLOCK_SECONDS:
-            lines.append(f"{place}: the clock is {about['clock']:+.0f} s from rank 0's")
-    return lines
 
 
 def _check_shared(store: Store, run_dir: Path) -> None:

@@ -181,19 +181,16 @@ def _turns_by_prefixes(render: Render, messages: list[Message]) -> Turns:
                 remedy="use a chat template that marks the assistant's words with {% generation %}",
             )
         if close is None:
-            close = _close_of_a_turn(render, messages[:index])
+            # What the template writes behind any answer: the common end of two.
+            said = ([*messages[:index], {"role": "assistant", "content": answer}] for answer in ("2", "3"))
+            one, two = (render(each)[0] for each in said)
+            same = next((n for n, (a, b) in enumerate(zip(one[::-1], two[::-1], strict=False)) if a != b), 0)
+            close = one[len(one) - same :]
         # White space that a template writes behind what closes a turn (ChatML: a line break) is not the model's to
         # say. All else is: also a close that no special token is part of, and white space that closes a turn alone.
         extra = len(close) - len(close.rstrip()) if close.strip() and after.endswith(close) else 0
         turns.append((len(before), len(after) - extra))
     return text, turns
-
-
-def _close_of_a_turn(render: Render, before: list[Message]) -> str:
-    """Return what the template writes behind any answer: the common end of two."""
-    one, two = (render([*before, {"role": "assistant", "content": answer}])[0] for answer in ("2", "3"))
-    same = next((n for n, (a, b) in enumerate(zip(reversed(one), reversed(two), strict=False)) if a != b), 0)
-    return one[len(one) - same :]
 
 
 def _render(

@@ -50,8 +50,6 @@ class Plan:
         return len(self.row_ends)
 
     def row(self, index: int) -> np.ndarray:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
         return self.pieces[self.row_ends[index - 1] if index else 0 : self.row_ends[index]]
 
     def row_tokens(self) -> np.ndarray:
@@ -207,8 +205,6 @@ def rows_of_step(
     Indices count through the rows of all sources.
     """
     counts = (num_rows,) if isinstance(num_rows, int) else tuple(num_rows)
-    if min(counts, default=0) < 1 or global_batch < 1 or step < 0 or len(counts) != len(weights):
-        raise ValueError(f"no rows for step {step}, num_rows {num_rows}, global_batch {global_batch}")
     places = np.arange(step * global_batch, (step + 1) * global_batch)
     rows = np.empty(global_batch, dtype=np.int64)
     first = 0
@@ -249,8 +245,6 @@ def local_micro_batches(
     rows: Sequence[int], rank: int, world: int, micro_batch: int, accumulation: int
 ) -> list[list[int]]:
     """Return the `accumulation` micro-batches that a rank takes of a step's rows."""
-    if len(rows) != world * micro_batch * accumulation:
-        raise ValueError(f"{len(rows)} rows do not make {world} x {micro_batch} x {accumulation}")
     # Micro-batch by micro-batch over all ranks: on another number of ranks a step has the same rows.
     starts = [(index * world + rank) * micro_batch for index in range(accumulation)]
     return [list(rows[start : start + micro_batch]) for start in starts]
@@ -264,8 +258,6 @@ def budgeted_micro_batches(
     All ranks get equally many micro-batches, those they run at the same time alike in tokens; one may be empty when
     there are fewer rows than ranks.
     """
-    if max(tokens, default=0) > budget:
-        raise ValueError(f"a row of {max(tokens)} tokens does not fit into {budget}")
     longest_first = sorted(range(len(rows)), key=lambda place: (-tokens[place], place))
     fewest = max(1, -(-sum(tokens) // (budget * world)))
     # From the fewest that the sum of tokens allows; rarely more than one or two more are needed.

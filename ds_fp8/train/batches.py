@@ -116,15 +116,13 @@ def _own_batches(stage: Stage, dataset: PackedDataset, plans: list[list[tuple[li
     """Return the micro-batches of this rank, or its slices of those of the ranks that it shares sequences with."""
     group, place = divmod(dist.get_rank(), stage.shared_by)
     batches = [_stacked(dataset, lines, length) for lines, length in plans[group]]
-    return batches if stage.shared_by == 1 else [_slice(batch, place, stage.shared_by) for batch in batches]
-
-
-def _slice(batch: Batch, place: int, shared_by: int) -> Batch:
-    # Shifted before the cut, since the target of a slice's last token lies in the next slice, on another rank.
-    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    # Under both names: models take `shift_labels` where they know them, and `labels` tells them that a loss is wanted.
-    whole = {**batch, "labels": targets, "shift_labels": targets}
-    return {name: x.chunk(shared_by, 1)[place].contiguous() for name, x in whole.items()}
+    if stage.shared_by == 1:
+        return batches
+    for batch in batches:
+        # Shifted before the cut, since the target of a slice's last token lies in the next slice, on another rank.
+        # Under both names: models take `shift_labels` where they know them, and `labels` tells that a loss is wanted.
+        batch["labels"] = batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return [{name: x.chunk(stage.shared_by, 1)[place].contiguous() for name, x in batch.items()} for batch in batches]
 
 
 def _plans(stage: Stage, dataset: PackedDataset, rows: Sequence[int]) -> list[list[tuple[list[list[int]], int]]]:

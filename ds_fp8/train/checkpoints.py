@@ -1,7 +1,7 @@
 """Checkpoints of a run: each is whole, by the sizes and hashes in its manifest, or does not count.
 
-A checkpoint is a folder `step_N` with DeepSpeed's files, a file of random states a rank, and `manifest.json`, which
-ends in a checksum of itself.
+A checkpoint is a folder `step_N` with DeepSpeed's files and `manifest.json`, which ends in a checksum of itself. It has
+no random states: every step seeds torch's generators anew (steps.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class RunState:
     data_step: int = 0  # Batches of training data that are used up or left out
     losses: tuple[float, ...] = ()  # The last losses, for the detection of spikes
     checkpoint: Path | None = None  # Checkpoint to load: one of this run, or of the run that `train.resume` names
-    ranks: int | None = None  # Number of ranks that wrote it
     other_shards: bool = False  # Whether ranks hold other parts of the optimizer's state than those that wrote it
     data: list[dict[str, Any]] | None = None  # Of each source of data what the run read (`StageData.identity`)
     # Files of the frozen weights that the checkpoint leaves out (`Manifest.base`)
@@ -248,10 +247,6 @@ def prune(run_dir: Path, keep_last: int, keep: Collection[int | None] = ()) -> N
 
 def folder_of(run_dir: Path, step: int) -> Path:
     return run_dir / CHECKPOINTS / f"step_{step}"
-
-
-def random_file(rank: int) -> str:
-    return f"random_rank_{rank:05d}.pt"
 
 
 def move_in_data(state: RunState) -> None:

@@ -110,8 +110,10 @@ def build_sharded_model(stage: Stage, config: PretrainedConfig) -> torch.nn.Modu
     def build() -> tuple[GenerationConfig, dict[str, torch.dtype], bool]:
         nonlocal model
         model = build_model(stage, config)
-        tied = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
-        return model.generation_config, _dtypes(model), tied
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        named = parameters | dict(model.named_buffers(remove_duplicate=False))
+        dtypes = {name: tensor.dtype for name, tensor in named.items()}
+        return model.generation_config, dtypes, len(list(model.parameters())) < len(parameters)
 
     # Stored weights may be untied, or kept in FP32 in part, where the configuration alone does not say so.
     # Small facts only: weights follow one parameter at a time.
@@ -183,8 +185,10 @@ def shard_one_by_one(
             those that stay in BF16.
         memory: Makes the data of an empty parameter, given its name; all ranks get the first one's numbers.
     """
+    embeddings = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
+    in_order = dict.fromkeys([*embeddings, *model.parameters()])  # the largest first
     for trained in (False, True):
-        chosen = [parameter for parameter in _in_order(model) if parameter.requires_grad is trained]
+        chosen = [parameter for parameter in in_order if parameter.requires_grad is trained]
         if chosen:
             deepspeed.zero.Init(
                 module=_OneByOne(iter(chosen) if memory is None else _with_memory(model, chosen, memory)),
@@ -204,18 +208,6 @@ class _OneByOne(torch.nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         return self._one_by_one
-
-
-def _in_order(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    embeddings = [
-        module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
-    ]
-    return list(dict.fromkeys([*embeddings, *model.parameters()]))
-
-
-def _dtypes(model: torch.nn.Module) -> dict[str, torch.dtype]:
-    everything = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: tensor.dtype for named in everything for name, tensor in named}
 
 
 def _with_memory(

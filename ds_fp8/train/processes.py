@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -94,13 +95,6 @@ def _runs(process: psutil.Process, *names: str) -> bool:
         return False
 
 
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 class Interrupted(Exception):
     """Raised on all ranks at once after one of them was asked to stop."""
 
@@ -132,7 +126,10 @@ class Interrupt:
         """Raise Interrupted on all ranks if any was asked to stop. Collective. `slow`: what comes next takes long."""
         watchdog.beat("training or evaluation", slow)
         # Ranks get a signal, or see the command end, at different times: what any of them knows counts for all of them.
-        asked = self._asked or (self._command is not None and _has_ended(self._command))
+        asked = self._asked
+        if self._command is not None:
+            with suppress(psutil.NoSuchProcess):  # between the two questions: the next check finds it
+                asked |= not self._command.is_running() or self._command.status() == psutil.STATUS_ZOMBIE
         # On the device, for NCCL takes no tensors of the host.
         flag = torch.tensor([int(asked)], dtype=torch.int32, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)

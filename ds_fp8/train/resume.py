@@ -25,7 +25,7 @@ from ds_fp8.config.sequence_parallel import KEY
 from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.monitor.records import layers_in_bf16
-from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, folder_of, problems_of, random_file, steps_in
+from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, folder_of, problems_of, steps_in
 from ds_fp8.train.loop import Callback, Run
 from ds_fp8.train.processes import on_first_rank
 from ds_fp8.train.run_folder import (
@@ -39,7 +39,6 @@ from ds_fp8.train.run_folder import (
     check_same_run,
     read_object,
 )
-from ds_fp8.train.saving import restore_random_states
 from ds_fp8.train.stage import Lora, Stage
 from ds_fp8.zero.deepspeed.checkpoints import load_tensors, tensors_only
 
@@ -267,7 +266,7 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
                 remedy=f"{same}; there, a run with train.resume and without the key writes one that can",
             )
     return RunState(
-        step, manifest.data_step, manifest.losses, folder, ranks, other_shards, manifest.data, manifest.base,
+        step, manifest.data_step, manifest.losses, folder, other_shards, manifest.data, manifest.base,
         records=manifest.records if step else 0,
     )  # fmt: skip
 
@@ -327,9 +326,6 @@ def load(engine: deepspeed.DeepSpeedEngine, stage: Stage, state: RunState) -> No
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
     ):
         group["lr"] = peak * factor(scheduler.last_epoch)
-    # Random states belong to a rank. On another number of ranks they are drawn from the seed again.
-    if state.ranks == stage.world:
-        restore_random_states(load_tensors(folder / random_file(dist.get_rank())))
 
 
 def load_on_other_ranks(

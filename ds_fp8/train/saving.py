@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import platform
-import random
 import shutil
 import socket
 import threading
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
@@ -52,28 +50,6 @@ _OF_DISK = "train.run_dir"  # Key of what a run goes on after, up to train.max_f
 def versions() -> dict[str, str]:
     others = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     return {"python": platform.python_version(), "ds_fp8": ds_fp8.__version__, **others}
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's, torch's and the accelerator's generators, as tensors and plain values."""
-    kind, keys, *rest = np.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if get_accelerator().device_name() != "cpu":
-        states["accelerator"] = get_accelerator().get_rng_state()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    kind, keys, *rest = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"].clone())
-    if "accelerator" in states and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(states["accelerator"].clone())
 
 
 def host_copy(state: Any) -> Any:
@@ -142,7 +118,6 @@ class Checkpoint(Callback):
         # Tensors in here are the ones in use. Written at once below, or copied first: the next step changes them.
         client = {"step": state.step}
         files = checkpoint_files(self._engine, f"step_{state.step}", client, without_frozen=bool(self._stage.base))
-        files[checkpoints.random_file(self._rank)] = random_states()
         # The checkpoint of the lowest of these is kept where the stage wants that.
         losses = run.log.by_step("validation_loss")
         if self._group is None:
@@ -202,7 +177,7 @@ class Checkpoint(Callback):
             together(lambda: self._rank or manifest.write(part))
             together(lambda: self._read_back(part))
             together(lambda: self._rank or self._commit(part, folder, state.step, losses))
-            self._saved = replace(state, checkpoint=folder, ranks=self._stage.world)
+            self._saved = replace(state, checkpoint=folder)
         except Exception as error:
             self._error = error
             if self._rank == 0 and isinstance(error, UserError):

@@ -199,8 +199,10 @@ def load_quantized(
         problem = f"the weights in {source.path} are incomplete or cannot be reached: {first_paragraph(error)}"
         raise UserError(problem, key=source.key, remedy="write, copy or download all of its files again") from None
     except Exception as error:  # every reader fails in its own way at damaged files
+        is_pickle = isinstance(error, pickle.UnpicklingError)
         raise UserError(
-            f"the weights in {source.path} cannot be read: {unreadable(error)}",
+            f"the weights in {source.path} cannot be read: "
+            + ("they hold more than tensors, which may be code" if is_pickle else first_paragraph(error)),
             key=source.key,
             remedy="write or copy them again: damaged files, and such with more than tensors in them, are refused",
         ) from None
@@ -253,12 +255,6 @@ def check_complete(folder: str | Path, model: PreTrainedModel, missing: Iterable
             key=key,
             remedy="write, copy or download the model again; config.json must describe the model that is stored",
         )
-
-
-def unreadable(error: Exception) -> str:
-    if isinstance(error, pickle.UnpicklingError):
-        return "they hold more than tensors, which may be code"
-    return first_paragraph(error)
 
 
 def quantization_of(source: ModelSource) -> dict[str, Any]:

@@ -321,7 +321,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     parser.add_argument("--gpus", type=int, help="ranks on this host (default: all GPUs, 1 without)")
-    parser.add_argument("--size", help="70b, 32b, 14b, 8b, 7b, 1.5b, qwen3-30b, tiny-mixture (default 7b, --quick: tiny)")
+    parser.add_argument("--size", help="70b, 32b, 14b, 8b, 7b, 1.5b, qwen3-30b, tiny-mixture (default 7b)")
     parser.add_argument("--layers", type=int, help="decoder layers (default 8, --quick: 2)")
     parser.add_argument("--vocabulary", type=int, help="default 152064, --quick: 512")
     parser.add_argument("--variants", type=words, metavar="NAME,...", help="default bf16,infir2,infir2/bf16-wire")

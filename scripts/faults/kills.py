@@ -27,7 +27,7 @@ from tiny_runs import RANKS, ForkedRun, warm_up, write_stage
 
 SAVE_EVERY = 2
 MAX_STEPS_TO_KILL = 3
-FILES = 3 * RANKS  # Files of a checkpoint: states of the model and of the optimizer, and random states
+FILES = 2 * RANKS  # Files of a checkpoint: states of the model and of the optimizer
 MAX_WAIT_SECONDS = 0.4
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 

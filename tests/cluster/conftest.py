@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,38 @@ from ds_fp8.cluster.entry import rank_entry
 from ds_fp8.cluster.hosts import free_port
 
 PATIENCE = 60
+AT_ONCE = 4  # tests of a module that run at the same time, where it has no number of its own
+
+
+def at_once(body: Callable) -> Callable:
+    """Run the body of a test in a thread, begun together with the others of its module: most of their time they wait.
+
+    It gets a folder of its own, and the test's parameters.
+    """
+    names = list(inspect.signature(body).parameters)[1:]
+
+    def test(**given: Any) -> None:
+        given["threads"][given["request"].node.nodeid].result()
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("threads", "request", *names)])
+    test.__name__, test.__module__, test.__doc__, test.at_once = body.__name__, body.__module__, body.__doc__, body
+    return test
+
+
+@pytest.fixture(scope="module")
+def threads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    """Begin the chosen tests of the module that run `at_once`; return their futures by node id."""
+    chosen = [item for item in request.session.items if item.path == request.path and hasattr(item.function, "at_once")]
+    with ThreadPoolExecutor(getattr(request.module, "AT_ONCE", AT_ONCE)) as pool:
+        yield {
+            item.nodeid: pool.submit(
+                item.function.at_once,
+                tmp_path_factory.mktemp("job"),
+                **(item.callspec.params if hasattr(item, "callspec") else {}),
+            )
+            for item in chosen
+        }
 
 
 @dataclass
@@ -42,34 +76,24 @@ def _rank(rank: int, world: int, port: int, output: str, own: bool, body: Callab
         rank_entry(lambda: body(rank, *arguments))
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Callable[..., Ended]:
-    """`job(world, body, *arguments)`: call the module-level `body(rank, *arguments)` as the main of every rank.
-
-    With `own_program` without ds_fp8's entry for ranks.
-    """
-
-    def run(world: int, body: Callable, *arguments: Any, own_program: bool = False) -> Ended:
-        port = free_port()
-        output = tmp_path / "stderr"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preload"])
-        ranks = [
-            context.Process(target=_rank, args=(rank, world, port, str(output), own_program, body, arguments))
-            for rank in range(world)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(PATIENCE)
-        codes = [rank.exitcode for rank in ranks]
-        guardians = of_job(port)
-        left = psutil.wait_procs(guardians, timeout=10)[1]
-        for process in [*left, *(rank for rank in ranks if rank.is_alive())]:
-            process.kill()
-        return Ended(codes, output.read_text() if output.exists() else "", left)
-
-    return run
+def run_job(folder: Path, world: int, body: Callable, *arguments: Any, own_program: bool = False) -> Ended:
+    """Call the module-level `body(rank, *arguments)` as the main of every rank, or as a program of its own."""
+    port, output = free_port(), folder / "stderr"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    ranks = [
+        context.Process(target=_rank, args=(rank, world, port, str(output), own_program, body, arguments))
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(PATIENCE)
+    codes = [rank.exitcode for rank in ranks]
+    left = psutil.wait_procs(of_job(port), timeout=10)[1]
+    for process in [*left, *(rank for rank in ranks if rank.is_alive())]:
+        process.kill()
+    return Ended(codes, output.read_text() if output.exists() else "", left)
 
 
 def of_job(port: int) -> list[psutil.Process]:

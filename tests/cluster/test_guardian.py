@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ import psutil
 import pytest
 
 from ds_fp8.cluster import guardian
+from tests.cluster.conftest import at_once
 
 RANK = """
-import json, os, socket, subprocess, sys
-about, guardian = json.loads(sys.argv[1]), sys.argv[2]
+import json, os, resource, socket, subprocess, sys
+about, guardian, files = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 about["pid"] = os.getpid()
 ours, theirs = socket.socketpair()
 passed = [about["listener"]] if "listener" in about else []
@@ -34,6 +36,7 @@ for line in sys.stdin:  # of the test
 order = ours.makefile().readline()
 os._exit(json.loads(order)["end"] if order else 76)
 """
+AT_ONCE = 20
 TOKEN = "secret"
 LIMIT = 2  # Seconds without progress, and of a stop
 
@@ -48,17 +51,18 @@ class Job:
         self.ranks: list[subprocess.Popen] = []
         self.guardians: list[psutil.Process] = []
 
-    def start(self, timeout: float = 60, launched: bool = True, stderr: int | None = None, **options: Any) -> None:
-        """Start the next rank, connect its guardian, and wait for the connection."""
+    def start(self, timeout: float = 60, launched: bool = True, stderr: int | None = None, files: int = 1000) -> None:
+        """Start the next rank, with so many descriptors, connect its guardian, and wait for the connection."""
         rank = len(self.ranks)
         state = {"doing": "step 7", "patience": timeout, "timeout": timeout, "beats": 0, "stopped": False}
         about = {"rank": rank, "world": 2, "host": "vm", "hosts": [], "name": "the limit", "arrival": timeout}
         about |= {"launched": launched, "state": {**state, "gone": False, "finding": None}}
         about |= {"listener": self.listener.fileno(), "token": TOKEN} if rank == 0 else {}
-        command = [sys.executable, "-S", "-c", RANK, json.dumps(about), guardian.__file__]
+        command = [sys.executable, "-S", "-c", RANK, json.dumps(about), guardian.__file__, str(files)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self.output.open("ab") as output:
-            options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr or output, "text": True}
-            process = subprocess.Popen(command, pass_fds=[] if rank else [self.listener.fileno()], **options)
+            passed = [] if rank else [self.listener.fileno()]
+            process = subprocess.Popen(command, stderr=stderr or output, pass_fds=passed, **pipes)
         self.ranks.append(process)
         self.send(rank, connect=["127.0.0.1", self.port, TOKEN])
         self.guardians += psutil.Process(process.pid).children()
@@ -99,15 +103,22 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path / "stderr")
-    yield made
-    for process in [*made.ranks, *made.guardians]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    for rank in made.ranks:
-        rank.wait()
+def with_job(body: Callable) -> Callable:
+    """Give the body of a test `at_once` a job, of which nothing is left."""
+
+    @functools.wraps(body)
+    def with_folder(folder: Path, **parameters: Any) -> None:
+        made = Job(folder / "stderr")
+        try:
+            body(made, **parameters)
+        finally:
+            for process in [*made.ranks, *made.guardians]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            for rank in made.ranks:
+                rank.wait()
+
+    return at_once(with_folder)
 
 
 # ---------------------------------------------------------------- strangers
@@ -133,6 +144,7 @@ def hung_up_on(stranger: socket.socket) -> bool:
         return True
 
 
+@with_job
 def test_strangers_are_not_heard_and_nothing_listens_once_all_are_connected(job):
     job.start()
     strangers = [socket.create_connection(("127.0.0.1", job.port), timeout=2 * guardian.GREETS) for _ in SPOKEN]
@@ -149,9 +161,10 @@ def test_strangers_are_not_heard_and_nothing_listens_once_all_are_connected(job)
 
 
 @pytest.mark.parametrize("descriptors", [40, 1000])
+@with_job
 def test_a_flood_of_connections_ends_no_job(job, descriptors):
     """Before the second rank connects 300 others do, and say nothing."""
-    job.start(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors)))
+    job.start(files=descriptors)
     flood = [socket.create_connection(("127.0.0.1", job.port)) for _ in range(300)]
     time.sleep(0.5)
     assert job.guardians[0].num_fds() <= min(descriptors, 100)
@@ -168,6 +181,7 @@ def test_a_flood_of_connections_ends_no_job(job, descriptors):
 
 
 @pytest.mark.parametrize(("stopped", "seconds"), [((1,), LIMIT / 2), ((0, 1), 3 * LIMIT)])
+@with_job
 def test_a_rank_that_is_continued_and_a_job_that_is_paused_go_on(job, stopped, seconds):
     for _ in range(2):
         job.start(LIMIT)
@@ -179,6 +193,7 @@ def test_a_rank_that_is_continued_and_a_job_that_is_paused_go_on(job, stopped, s
     assert job.is_undisturbed()
 
 
+@with_job
 def test_the_last_rank_to_make_progress_counts(job):
     job.start(LIMIT)
     job.start(LIMIT)
@@ -192,6 +207,7 @@ def test_the_last_rank_to_make_progress_counts(job):
     assert "in count 7: limit the limit" in output
 
 
+@with_job
 def test_a_rank_that_never_arrives_is_named(job):
     job.start(LIMIT)
     codes, output = job.end()
@@ -201,6 +217,7 @@ def test_a_rank_that_never_arrives_is_named(job):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1])
+@with_job
 def test_a_rank_without_guardian_ends(job, how, rank):
     """Killed, or not heard of, as of a host whose link went down: the connections stay open."""
     job.start(2 * guardian.MIN_SILENCE)
@@ -218,6 +235,7 @@ def test_a_rank_without_guardian_ends(job, how, rank):
         ) in output
 
 
+@with_job
 def test_ranks_whose_output_has_no_reader_are_asked_to_stop(job):
     """A socket, as of sshd, which may have input, too, and the end of it."""
     reader, writer = socket.socketpair()
@@ -240,6 +258,7 @@ def test_ranks_whose_output_has_no_reader_are_asked_to_stop(job):
         (False, signal.SIGSEGV, "a rank was lost; go on from the last checkpoint"),
     ],
 )
+@with_job
 def test_what_is_printed_of_deaths_holds_for_the_program(job, launched, number, words):
     """Nothing, where all ranks were asked to end."""
     job.start(launched=launched)
@@ -254,6 +273,7 @@ def test_what_is_printed_of_deaths_holds_for_the_program(job, launched, number, 
         assert f"{words})\n  vm (rank 1): its process was ended by {number.name}\n" in output
 
 
+@with_job
 def test_guardians_sleep_while_nothing_happens(job):
     """Also that of a rank which has ended and takes its time: all take less than 0.1 s of CPU in 3 s."""
     job.start()

@@ -11,6 +11,7 @@ import pytest
 
 from ds_fp8.cluster import watchdog
 from ds_fp8.cluster.start_checks import Job, check_ranks, fingerprint
+from tests.cluster.conftest import at_once, run_job
 
 RAW = {"train_batch_size": 8, "train": {"steps": 5}}
 
@@ -30,23 +31,25 @@ def compare(rank: int, homes: str, change: str = "") -> int:
     return 0
 
 
-@pytest.fixture
-def homes(tmp_path) -> Path:
+def make_homes(folder: Path) -> None:
     for host in ("host0", "host1"):
-        (tmp_path / host).mkdir()
-        (tmp_path / host / "text.jsonl").write_text('{"text": "The same on all."}\n' * 10_000)
-    return tmp_path
+        (folder / host).mkdir()
+        (folder / host / "text.jsonl").write_text('{"text": "The same on all."}\n' * 10_000)
 
 
-def test_hosts_that_are_alike_pass_and_nothing_is_left_behind(job, homes):
-    ended = job(2, compare, str(homes))
+@at_once
+def test_hosts_that_are_alike_pass_and_nothing_is_left_behind(homes):
+    make_homes(homes)
+    ended = run_job(homes, 2, compare, str(homes))
     assert ended.codes == [0, 0], ended.output
     assert ended.output.count("2 ranks have the same versions, configuration, data and model files") == 2
     assert not (homes / "shared").exists()
 
 
 @pytest.mark.parametrize("change", ["missing", "tail", "configuration", "run"])
-def test_the_host_that_differs_is_named_with_what_differs(job, homes, change):
+@at_once
+def test_the_host_that_differs_is_named_with_what_differs(homes, change):
+    make_homes(homes)
     # The two folders are the same to the comparison: it names files by the path in the stage.
     file = homes / "host1/text.jsonl"
     if change == "missing":
@@ -54,7 +57,7 @@ def test_the_host_that_differs_is_named_with_what_differs(job, homes, change):
     elif change == "tail":
         file.write_bytes(file.read_bytes()[:-4] + b'!"}\n')
     started = time.monotonic()
-    ended = job(2, compare, str(homes), change)
+    ended = run_job(homes, 2, compare, str(homes), change)
     assert ended.codes == [2, 2], ended.output
     assert ended.output.count("error: ") == 1
     assert "Traceback" not in ended.output

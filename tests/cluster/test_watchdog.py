@@ -27,6 +27,7 @@ from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
 from ds_fp8.export.engines import export_engine
 from ds_fp8.integrations.vllm import sync_weights
+from tests.cluster.conftest import at_once, run_job
 from tests.zero.models import config
 
 TIMEOUT = 4.0
@@ -148,9 +149,11 @@ SHORT |= {("evaluation", "kill", False), ("save_checkpoint", "stop", False)}
         )
     ],
 )
-def test_a_rank_that_fails_within_an_operation_ends_all(operation, how, world, failing, own_program, job, tmp_path):
-    ended = job(world, one_fails_within, operation, how, failing, own_program, str(tmp_path), own_program=own_program)
-    failed = tmp_path / "failed"
+@at_once
+def test_a_rank_that_fails_within_an_operation_ends_all(folder, operation, how, world, failing, own_program):
+    arguments = operation, how, failing, own_program, str(folder)
+    ended = run_job(folder, world, one_fails_within, *arguments, own_program=own_program)
+    failed = folder / "failed"
     assert failed.exists(), ended.output
     seconds = time.time() - failed.stat().st_mtime
     said = next((line for line in ended.output.splitlines() if f"(rank {failing}): " in line), "")
@@ -183,9 +186,10 @@ def all_done(rank: int, seconds: float) -> int:
     return 0
 
 
-def test_a_job_that_is_done_leaves_nothing_and_may_take_its_time_to_end(job):
+@at_once
+def test_a_job_that_is_done_leaves_nothing_and_may_take_its_time_to_end(folder):
     started = time.monotonic()
-    ended = job(2, all_done, 8)
+    ended = run_job(folder, 2, all_done, 8)
     assert (ended.codes, ended.output, ended.left) == ([0, 0], "", [])
     assert time.monotonic() - started > 8
 
@@ -204,8 +208,9 @@ def compiles(rank: int, own_program: bool) -> int:
 
 
 @pytest.mark.parametrize("own_program", [False, True])
-def test_a_rank_that_compiles_is_not_taken_for_one_that_hangs(own_program, job):
-    ended = job(2, compiles, own_program, own_program=own_program)
+@at_once
+def test_a_rank_that_compiles_is_not_taken_for_one_that_hangs(folder, own_program):
+    ended = run_job(folder, 2, compiles, own_program, own_program=own_program)
     assert (ended.codes, ended.output) == ([0, 0], "")
 
 
@@ -220,8 +225,9 @@ def reading_a_file_for_ever() -> None:
     time.sleep(600)
 
 
-def test_the_rank_that_the_others_wait_for_is_named(job):
-    ended = job(3, one_is_busy)
+@at_once
+def test_the_rank_that_the_others_wait_for_is_named(folder):
+    ended = run_job(folder, 3, one_is_busy)
     assert ended.codes == [75, 75, 75]
     assert "in step 7: limit train.timeout" in ended.output
     assert "(rank 0): in no collective: the others wait for it" in ended.output
@@ -242,8 +248,9 @@ def guardian_is_killed(rank: int) -> None:
     wait_for_others()
 
 
-def test_a_rank_whose_guardian_is_killed_ends_with_all(job):
-    ended = job(2, guardian_is_killed)
+@at_once
+def test_a_rank_whose_guardian_is_killed_ends_with_all(folder):
+    ended = run_job(folder, 2, guardian_is_killed)
     assert (ended.codes, ended.left) == ([75, 75], [])
 
 
@@ -252,8 +259,9 @@ def mistaken(rank: int) -> None:
     raise UserError("no file", key="data.path", remedy="give one")
 
 
-def test_a_mistake_that_all_ranks_find_is_printed_once(job):
-    ended = job(2, mistaken)
+@at_once
+def test_a_mistake_that_all_ranks_find_is_printed_once(folder):
+    ended = run_job(folder, 2, mistaken)
     assert ended.codes == [2, 2]
     assert ended.output.count("error: no file") == 1
     assert "(rank" not in ended.output
@@ -271,11 +279,13 @@ def is_interrupted_early(rank: int) -> int:
     return 0
 
 
-def test_a_signal_after_the_work_does_not_change_the_exit_code(job):
-    assert job(1, ends_after_its_work).codes == [143]
+@at_once
+def test_a_signal_after_the_work_does_not_change_the_exit_code(folder):
+    assert run_job(folder, 1, ends_after_its_work).codes == [143]
 
 
-def test_an_interrupt_before_training_is_no_traceback(job):
-    ended = job(1, is_interrupted_early)
+@at_once
+def test_an_interrupt_before_training_is_no_traceback(folder):
+    ended = run_job(folder, 1, is_interrupted_early)
     assert ended.codes == [130]
     assert ended.output.strip() == "interrupted"

@@ -9,13 +9,13 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_data
 from ds_fp8.data import chat as module
 from ds_fp8.data.chat import CHATML_TEMPLATE, CHATML_TOKENS, IGNORED, Chat, stop_tokens, tokenize_chats
 from ds_fp8.data.sources import read_examples
 from ds_fp8.data.stage import describe
 from tests.corpus import CHATS, MAKE
+from tests.refusals import refused
 
 CHAT = [
     {"role": "system", "content": "Show your steps."},
@@ -117,9 +117,8 @@ OPENS = PLAIN_CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistan
     ],
 )
 def test_templates_that_do_not_show_what_carries_loss_are_refused(template, chat, words, with_template):
-    with pytest.raises(UserError, match=words) as error:
+    with refused(words, "data.tokenizer") as error:
         tokenize_chat(with_template(template), chat)
-    assert error.value.key == "data.tokenizer"
     assert "generation" in error.value.remedy
 
 
@@ -157,10 +156,8 @@ def test_a_chat_ends_where_a_turn_does_and_a_document_where_text_does(tokenizer)
     ],
 )
 def test_a_template_that_fails_is_named(template, with_template):
-    with pytest.raises(UserError, match="the chat template fails") as caught:
+    with refused("the chat template fails", "data.chat_template"):
         tokenize_chat(with_template(template), CHAT)
-    assert caught.value.key == "data.chat_template"
-    assert caught.value.remedy
 
 
 def test_a_template_without_an_assistant_ends_answers_at_the_end_of_text(with_template):
@@ -336,9 +333,8 @@ def test_what_a_template_leaves_out_is_refused_by_row(template, arguments, turn,
     chat = Chat([CHAT[1], {**CHAT[2], **turn}], arguments, "row 3 of own.jsonl")
     if template and "tools" in template:
         words = words.replace("tools", '"weather" of tools')
-    with pytest.raises(UserError, match=f"row 3 of own.jsonl: .* {words}") as caught:
+    with refused(f"row 3 of own.jsonl: .* {words}", "data.chat_template") as caught:
         tokenize_chat(with_template(template), chat)
-    assert caught.value.key == "data.chat_template"
     assert ("ChatML" in str(caught.value)) is (template is None)
     empty = Chat([CHAT[1], {**CHAT[2], "tool_calls": []}], {"tools": []})
     assert tokenize_chat(with_template(template), empty) == tokenize_chat(with_template(template), CHAT[1:3])
@@ -365,7 +361,7 @@ def test_parts_of_text_go_to_templates_that_take_them(template, text, with_templ
 
 def test_a_templates_own_error_comes_before_what_it_leaves_out(with_template):
     chat = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    with pytest.raises(UserError, match="TemplateSyntaxError"):
+    with refused("TemplateSyntaxError"):
         tokenize_chat(with_template("{% for %}"), chat)
 
 
@@ -375,7 +371,7 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 def test_a_template_without_end_is_ended(with_template, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.2)
     timers = signal.getitimer(signal.ITIMER_PROF), signal.getsignal(signal.SIGPROF)
-    with pytest.raises(UserError, match=r"row 7 of x: the chat template fails: no end after 0\.2 s"):
+    with refused(r"row 7 of x: the chat template fails: no end after 0\.2 s"):
         tokenize_chat(with_template(LOOPS), Chat(CHAT, where="row 7 of x"))
     assert (signal.getitimer(signal.ITIMER_PROF), signal.getsignal(signal.SIGPROF)) == timers
 
@@ -393,7 +389,7 @@ DEEP = functools.reduce(lambda inner, _: [inner], range(3000), [])
 )
 def test_a_row_that_is_no_text_for_a_tokenizer_is_named(change, words, with_template, monkeypatch):
     monkeypatch.setattr(module, "MAX_CHARACTERS", 2000)
-    with pytest.raises(UserError, match=f"row 9 of x:? .*{words}"):
+    with refused(f"row 9 of x:? .*{words}"):
         tokenize_chat(with_template(MARKED), Chat([CHAT[1], {**CHAT[2], **change}], where="row 9 of x"))
 
 

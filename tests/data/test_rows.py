@@ -202,15 +202,6 @@ def test_a_loss_is_measured_on_every_source_by_its_share():
     assert measured_rows((7,), 5, (0.3,)) == list(range(5))
 
 
-def test_impossible_batches_are_refused():
-    with pytest.raises(ValueError, match="7 rows"):
-        local_micro_batches(list(range(7)), 0, 2, 2, 2)
-    with pytest.raises(ValueError, match="no rows"):
-        rows_of_step(0, 0, 4, 0)
-    with pytest.raises(ValueError, match="101 tokens"):
-        budgeted_micro_batches([0, 1], [5, 101], 1, 100)
-
-
 @pytest.mark.parametrize(
     ("num_rows", "weights"), [((50, 7, 300), (1.0, 1.0, 2.0)), ((5, 2000), (0.3, 0.7)), ((10, 10), (1.0, 1e-9))]
 )

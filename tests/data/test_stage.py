@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.schema import parse_section
 from ds_fp8.data import IGNORED, DataConfig, build_data, chat
 from ds_fp8.data.stage import describe, extract_answer
 from tests.corpus import CHATS, DOCUMENTS, MAKE
+from tests.refusals import refused
 
 
 def build(own, source=DOCUMENTS, **keys):
@@ -51,20 +51,17 @@ def test_the_same_configuration_gives_the_same_rows(tokenizer):
     assert _ids(build(tokenizer)) == _ids(build(tokenizer)) != _ids(build(tokenizer, seed=2))
 
 
-@pytest.mark.parametrize("left", [0, 5])
-def test_what_a_power_loss_left_of_prepared_data_is_made_again(left, tokenizer, cache_dir):
+def test_what_a_power_loss_left_of_prepared_data_is_made_again(tokenizer, cache_dir):
     """The file system may keep a file's name and lose what was written into it."""
     expected = _ids(build(tokenizer))
     files = sorted(file for file in (cache_dir / "tokens").rglob("*") if file.is_file() and file.stat().st_size)
     assert len(files) == 11  # tokens, ends, state, digest; and statistics, and pieces and rows of three splits
     for file in files:
-        whole = file.read_bytes()
-        file.write_bytes(whole[:left])
-        assert _ids(build(tokenizer)) == expected, file
-        times = re.compile(rb"\d{19}")  # of change, noted of the other files
-        assert times.sub(b"", file.read_bytes()) == times.sub(b"", whole)
-        file.unlink()
-        assert _ids(build(tokenizer)) == expected, file
+        whole, times = file.read_bytes(), re.compile(rb"\d{19}")  # of change, noted of the other files
+        for left in (0, 5, None):
+            file.unlink() if left is None else file.write_bytes(whole[:left])
+            assert _ids(build(tokenizer)) == expected, file
+            assert times.sub(b"", file.read_bytes()) == times.sub(b"", whole)
 
 
 @pytest.mark.parametrize("stats", ["{}", "[]", "3", "{'", '{"made": 1}'])
@@ -92,9 +89,8 @@ def test_a_plan_that_is_none_or_was_changed_is_made_again(stats, tokenizer, cach
 def test_mistakes_name_their_key(source, keys, key, remedy, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.txt").write_text("Only one text.\nOf two lines.")
-    with pytest.raises(UserError) as error:
+    with refused(key=key) as error:
         build(tokenizer, source, **keys)
-    assert error.value.key == key
     assert remedy in error.value.remedy
 
 
@@ -140,7 +136,7 @@ def test_what_happens_to_long_chats_is_chosen_and_said(choice, tokenizer):
 def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_path):
     chats = [
         [
-            {"role": "user", "content": f"What is {n} and {n}?"},
+            {"role": "user", "content": f"What is {n} and {n}?" + " Think." * 400 * (n % 4 == 3)},  # longer than a row
             {"role": "assistant", "content": "Wait. #### 0"},
             {"role": "user", "content": "Well?"},
             {"role": "assistant", "content": f"It is #### {2 * n}" if n % 2 else "I do not know."},
@@ -155,7 +151,7 @@ def test_questions_come_from_the_last_turns_of_held_out_chats(tokenizer, tmp_pat
     for question in questions:
         prompt = tokenizer.decode(question.prompt)
         n = int(question.answer) // 2
-        assert n % 2
+        assert n % 4 == 1
         assert prompt == tokenizer.apply_chat_template(chats[n][:3], tokenize=False, add_generation_prompt=True)
 
 
@@ -205,13 +201,11 @@ def test_extract_answer(text, answer):
     ],
 )
 def test_values_out_of_range(values, key):
-    with pytest.raises(UserError) as error:
+    with refused(key=key):
         parse_section(DataConfig, values, key="data")
-    assert error.value.key == key
 
 
 def test_a_pattern_without_end_is_ended(monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0.2)
-    with pytest.raises(UserError, match=r"no end after 0\.2 s") as caught:
+    with refused(r"no end after 0\.2 s", "data.answer_pattern"):
         extract_answer(r"(([a-z0-9 ]+)+)+#$", "the answer is four and four more words of it")
-    assert caught.value.key == "data.answer_pattern"

@@ -44,8 +44,6 @@ def test_what_is_written_is_read(batches, tmp_path_factory):
     assert store.tokens == sum(map(len, examples))
     for index, ids in enumerate(examples):
         assert store.read(index, 1, len(ids) - 1).tolist() == ids[1:]
-    with pytest.raises(IndexError):
-        store[len(examples)]
 
 
 def test_a_writer_that_did_not_come_to_its_end_counts_for_nothing(tmp_path):
@@ -159,14 +157,14 @@ def test_a_copied_store_is_read_and_not_made_anew(tokenizer, tmp_path, monkeypat
     assert tokenise_source(config, tokenizer, tmp_path / "two").digest() == digest
 
 
-@pytest.mark.parametrize("state", ["{}", "[]", "3", '{"tokens": 1, "examples": 1}', "[" * 100_000, "\xff"])
-def test_a_state_that_is_none_counts_for_nothing(state, tokenizer, tmp_path):
+def test_a_state_that_is_none_counts_for_nothing(tokenizer, tmp_path):
     config = DataConfig(**CHATS)
     folder = store_folder(config, tokenizer, tmp_path)
     expected = content(tokenise_source(config, tokenizer, tmp_path))
     whole = json.loads((folder / "state.json").read_text())
     assert "open_ends" in whole
-    for text in (state, json.dumps({**whole, "open_ends": None}), json.dumps({**whole, "tokens": [1]})):
+    changed = [json.dumps({**whole, **change}) for change in ({"open_ends": None}, {"tokens": [1]})]
+    for text in ("{}", "[]", "3", '{"tokens": 1, "examples": 1}', "[" * 100_000, "\xff", *changed):
         (folder / "state.json").write_text(text, encoding="latin-1")
         (folder / "digest").write_bytes(b"\xff\xfe")
         assert content(tokenise_source(config, tokenizer, tmp_path)) == expected

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.data import DataConfig, build_tokenizer, load_tokenizer
 from ds_fp8.data.tokenizer import encode_documents, encode_prompts, save_tokenizer
 from tests.corpus import CHATS, MAKE, TOKENIZER
+from tests.refusals import refused
 
 TEXTS = (
     *MAKE["documents"](50),
@@ -84,46 +84,43 @@ def test_chat_markers_are_added_where_there_is_no_template(tmp_path):
     assert len(build_tokenizer(DataConfig(**CHATS))) == len(load_tokenizer(TOKENIZER))
 
 
-@pytest.mark.parametrize("name", ["nowhere", "empty-folder", "no_such/tokenizer"])
-def test_missing_tokenizer_is_an_error_with_a_remedy(name, tmp_path, monkeypatch):
+GENERIC = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+NONE = "no tokenizer could be loaded"
+REFUSED = {  # what is wrong: files of the tokenizer's folder, keys of "data", words
+    "no folder": (None, {}, NONE),
+    "an empty folder": ({}, {}, NONE),
+    "no name of the hub's": (None, {"tokenizer": "no_such/tokenizer"}, NONE + " from no_such/tokenizer"),
+    **{
+        f"damaged: {content[:9]}": ({"tokenizer.json": content, "tokenizer_config.json": GENERIC}, {}, NONE)
+        for content in ("[" * 200_000, "{}", "null", '{"version": 1, "model": {"type": "BPE"}}', "\xff")
+    },
+    **{
+        f"the template {name[:9]}": ({}, {**CHATS, "chat_template": name}, "the chat template .* cannot be read")
+        for name in ("/dev", "nowhere.jinja", "x" * 5000, "latin.jinja")
+    },
+    # transformers makes one of a few special tokens, for which every text is nothing, or unknown.
+    **{
+        f"none beside {model_type}{', but its end' if more else ''}": (
+            {"config.json": AutoConfig.for_model(model_type).to_json_string(), **more}, {}, "has no tokenizer files"
+        )
+        for model_type in ("qwen2", "gpt2", "gemma", "t5")
+        for more in ({}, {"tokenizer_config.json": '{"eos_token": "</s>"}'})
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_tokenizer_is_named(case, tmp_path, monkeypatch):
+    files, keys, words = REFUSED[case]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "empty-folder").mkdir()
-    given = name if "/" in name else str(tmp_path / name)
-    with pytest.raises(UserError) as error:
-        build_tokenizer(DataConfig(path="x", tokenizer=given))
-    assert error.value.key == "data.tokenizer"
-    assert error.value.remedy
-    assert name in str(error.value)
-
-
-@pytest.mark.parametrize("content", ["[" * 200_000, "{}", "null", '{"version": 1, "model": {"type": "BPE"}}', "\xff"])
-def test_a_damaged_tokenizer_is_named(content, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(content)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(UserError, match="no tokenizer could be loaded") as caught:
-        build_tokenizer(DataConfig(path="x", tokenizer=str(tmp_path)))
-    assert caught.value.key == "data.tokenizer"
-
-
-@pytest.mark.parametrize("name", ["/dev", "nowhere.jinja", "x" * 5000, "latin.jinja"])
-def test_a_chat_template_that_is_no_text_file_is_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.jinja").write_bytes("ä".encode("latin-1"))
-    with pytest.raises(UserError, match="cannot be read") as caught:
-        build_tokenizer(DataConfig(**CHATS, chat_template=name))
-    assert caught.value.key == "data.chat_template"
-
-
-@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "gemma", "t5"])
-@pytest.mark.parametrize("left", [None, '{"eos_token": "</s>"}'])
-def test_a_model_without_tokenizer_files_has_no_tokenizer(left, model_type, tmp_path):
-    """transformers makes one of a few special tokens, for which every text is nothing, or unknown."""
-    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    if left:
-        (tmp_path / "tokenizer_config.json").write_text(left)
-    with pytest.raises(UserError, match="has no tokenizer files") as caught:
-        load_tokenizer(str(tmp_path))
-    assert caught.value.key == "data.tokenizer"
+    if files is not None:
+        (tmp_path / "own").mkdir()
+    for name, content in (files or {}).items():
+        (tmp_path / "own" / name).write_text(content)
+    with refused(words, "data.chat_template" if "template" in case else "data.tokenizer"):
+        build_tokenizer(DataConfig(**{"path": "x", "tokenizer": str(tmp_path / "own"), **keys}))
 
 
 @pytest.mark.parametrize("where", ["vocab", "added"])
@@ -137,7 +134,7 @@ def test_ids_for_which_no_memory_is_enough_are_refused(where, tmp_path):
     else:
         about["added_tokens"].append({**about["added_tokens"][-1], "content": "zzz", "id": 2**31 - 1})
     (tmp_path / "tokenizer.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match="ids of nine digits"):
+    with refused("ids of nine digits"):
         load_tokenizer(str(tmp_path))
 
 

@@ -1,3 +1,3 @@
 """The tiny stage of tests/train."""
 
-from tests.train.conftest import _own_cache, cache_home, tiny, write  # noqa: F401
+from tests.train.conftest import tiny, write  # noqa: F401

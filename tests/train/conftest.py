@@ -17,17 +17,6 @@ from tests.train.tiny_stage import TINY
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
-def cache_home(tmp_path_factory) -> Path:
-    """A cache of the test run's own, so that each corpus is tokenised once."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(cache_home, monkeypatch):
-    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
-
-
 @pytest.fixture
 def tiny() -> dict:
     return copy.deepcopy(TINY)
@@ -46,7 +35,7 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def launch(tmp_path, cache_home):
+def launch(tmp_path):
     """Start `deepspeed scripts/train.py` on CPU ranks in the test's folder, or without the launcher for 0 ranks."""
     started: list[subprocess.Popen] = []
 
@@ -57,7 +46,7 @@ def launch(tmp_path, cache_home):
         if ranks:
             command += [str(Path(sys.executable).with_name("deepspeed"))]
             command += ["--num_gpus", str(ranks), "--master_port", str(free_port())]
-        ours = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "DS_FP8_CACHE": str(cache_home)}
+        ours = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         process = subprocess.Popen(
             [*command, *script],
             cwd=tmp_path,

@@ -69,10 +69,9 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
             _at_work.copies = False
 
 
-def run(file: str, cache: str, run_dir: Path, steps: int, copies: Path | None = None) -> None:
+def run(file: str, run_dir: Path, steps: int, copies: Path | None = None) -> None:
     """Train on this rank; before each write the run's folder is copied into `copies`."""
     global _recorder
-    os.environ["DS_FP8_CACHE"] = cache
     if copies is not None:
         if not hasattr(sys, "_audits_runs"):
             sys.addaudithook(_audit)
@@ -84,9 +83,8 @@ def run(file: str, cache: str, run_dir: Path, steps: int, copies: Path | None = 
         _recorder = None
 
 
-def go_on_from(file: str, cache: str, folders: list[Path]) -> list[int | str]:
+def go_on_from(file: str, folders: list[Path]) -> list[int | str]:
     """Return the step that a resume in each folder goes on from, or why it is refused; every file is checked."""
-    os.environ["DS_FP8_CACHE"] = cache
     found: list[int | str] = []
     for folder in folders:
         try:

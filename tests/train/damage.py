@@ -18,7 +18,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_fp8.train.checkpoints import Manifest, checksum, save_file
 from ds_fp8.train.run_folder import write_atomically
-from ds_fp8.train.saving import random_states
 from ds_fp8.train.stage import Stage
 from ds_fp8.zero.deepspeed.checkpoints import load_tensors
 
@@ -27,7 +26,6 @@ Change = Callable[[Path], None]
 FILES = {
     "model": "zero_pp_rank_0_mp_rank_00_model_states.pt",
     "optimizer": "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    "random": "random_rank_00000.pt",
     "manifest": "manifest.json",
 }
 
@@ -52,7 +50,6 @@ def save_two(stage: Stage, ranks: int) -> Path:
                     "loss_scaler": LossScaler(1),
                     "fp32_flat_groups": [shard],
                 },
-                f"random_rank_{rank:05d}.pt": random_states(),
             }.items():
                 files[name] = save_file(state, folder / name, rank)
         Manifest(number, ranks, stage.global_batch, number, (3.0, 2.5), stage.raw, {}, files).write(folder)
@@ -210,7 +207,7 @@ DAMAGES: dict[str, Change] = {
     **{f"{file}: {how}": _of_step_6(FILES[file], change) for file in FILES for how, change in OF_A_FILE.items()},
     **{
         f"{file}: with code": lambda run_dir, file=file: craft(step(run_dir, 6) / FILES[file], run_dir.parent / "trace")
-        for file in ("model", "optimizer", "random")
+        for file in ("model", "optimizer")
     },
     "optimizer shards of two ranks swapped": _swapped("*optim_states.pt"),
     "model shards of two ranks swapped": _swapped("*model_states.pt"),

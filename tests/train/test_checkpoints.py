@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.train import checkpoints, load_stage
 from ds_fp8.train.checkpoints import Manifest, SavedFile
 from ds_fp8.train.resume import check_data, inspect_run
 from ds_fp8.train.run_folder import lock
+from tests.refusals import refused
 from tests.train.tiny_stage import RESULT
 
 ANOTHER = "train.run_dir=parent"
@@ -66,7 +66,22 @@ def of_another_start(stage, run_dir):
     (run_dir / "config.json").write_text(json.dumps(stage().raw | {"gradient_accumulation_steps": 7}))
 
 
-GOES_ON = {  # what is there: how it came there, overrides, the step that a run goes on from
+def spelt_otherwise(stage, run_dir):
+    (run_dir.parent / "parent").mkdir()
+    (run_dir.parent / "link").symlink_to("parent")
+    store(stage("train.resume=parent"), [4])
+
+
+def of_a_branch(stage, run_dir):
+    store(stage(ANOTHER), [4])
+    store(stage("train.resume=parent"), [2])
+
+
+BRANCH = "train.resume=parent"
+ADAPTERS = ['train.lora={"r": 4, "targets": ["q_proj", "k_proj"]}', *BELOW_3]
+ALIKE = ['train.lora={"r": 4, "targets": ["k_proj", "q_proj"], "alpha": 8}', "zero_optimization.stage=1"]
+ALIKE += ["data_types.grad_accum_dtype=bf16", BRANCH]
+GOES_ON = {  # what is there: how it came there, overrides, the step that a run goes on from; of a branch its checkpoint
     "nothing": (lambda stage, run_dir: None, [], 0),
     "a folder with notes": (lambda stage, run_dir: (run_dir.mkdir(), (run_dir / "notes").touch()), [], 0),
     "a run before its first save": (saved(steps=()), [], 0),
@@ -78,14 +93,31 @@ GOES_ON = {  # what is there: how it came there, overrides, the step that a run 
         for change in ("train.steps=90", "train.eval_every=3", "train.save_every=2", "train.log_every=4")
     },
     "monitors": (saved(), ['csv_monitor={"enabled": false}'], 4),
-}
+    "a path that is spelt otherwise": (spelt_otherwise, ["train.resume=link"], 4),
+    **{
+        f"another run's: {named}": (
+            saved(ANOTHER, steps=(4, 6)), [f"train.resume={named}"], 0, f"parent/checkpoints/{of}"
+        )
+        for named, of in {
+            **dict.fromkeys(("parent", "parent/checkpoints"), "step_6"),
+            "parent/checkpoints/step_4": "step_4",
+        }.items()
+    },
+    "other shards and adapters' settings": (
+        saved(ANOTHER, *ADAPTERS), [*ADAPTERS, *ALIKE], 0, "parent/checkpoints/step_4"
+    ),
+    "a branch that has begun": (of_a_branch, [BRANCH], 2, "run/checkpoints/step_2"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", GOES_ON)
-def test_what_a_run_goes_on_from(case, stage, run_dir):
-    prepare, overrides, step = GOES_ON[case]
+def test_what_a_run_goes_on_from(case, stage, run_dir, tmp_path, monkeypatch):
+    prepare, overrides, step, *checkpoint = GOES_ON[case]
+    monkeypatch.chdir(tmp_path)
     prepare(stage, run_dir)
-    assert inspect_run(stage(*overrides)).step == step
+    state = inspect_run(stage(*overrides))
+    assert state.step == step
+    assert not checkpoint or state.checkpoint.absolute() == tmp_path / checkpoint[0]
 
 
 LONG, DEEP = "x" * 300, "x/" * 3000
@@ -106,19 +138,19 @@ REFUSED = {  # what is wrong: how it came there, overrides, words, key
     "other batches": (saved(ranks=3, global_batch=6), [], "batches of 6", "train_batch_size"),
     "another run's, of another ZeRO stage": (
         saved(ANOTHER, *BELOW_3),
-        ["train.resume=parent"],
+        [BRANCH],
         "is of ZeRO stage 2",
         "zero_optimization.stage",
     ),
     "another run's, of all weights": (
         saved(ANOTHER),
-        ["train.resume=parent", "train.lora.r=4"],
+        [BRANCH, "train.lora.r=4"],
         "trains all weights, .* rank 4",
         "train.lora",
     ),
     "another run's, of other adapters": (
         saved(ANOTHER, "train.lora.r=8"),
-        ["train.resume=parent", "train.lora.r=4"],
+        [BRANCH, "train.lora.r=4"],
         "of rank 8 on",
         "train.lora",
     ),
@@ -154,10 +186,8 @@ def test_what_cannot_go_on_is_refused_with_key_and_remedy(case, stage, run_dir, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     prepare(stage, run_dir)
-    with pytest.raises(UserError, match=words) as caught:
+    with refused(words, key):
         inspect_run(stage(*overrides))
-    assert caught.value.key == key
-    assert caught.value.remedy
 
 
 @pytest.mark.parametrize("keep", [1, 2, 9])
@@ -206,18 +236,11 @@ def moved(stage, tmp_path):
 def test_a_run_that_was_moved_with_what_it_reads_goes_on(given, other, moved, tmp_path):
     stage = moved(*given)
     assert inspect_run(stage()).step == 4
-    with pytest.raises(UserError, match="holds a run with"):
+    with refused("holds a run with"):
         inspect_run(stage(*other))
     (tmp_path / "home" / "first").mkdir(parents=True)  # not moved, then, but copied, and perhaps changed
-    with pytest.raises(UserError, match="holds a run with"):
+    with refused("holds a run with"):
         inspect_run(stage())
-
-
-def test_a_path_may_be_spelt_otherwise(stage, tmp_path):
-    (tmp_path / "parent").mkdir()
-    (tmp_path / "link").symlink_to("parent")
-    store(stage(f"train.resume={tmp_path / 'parent'}"), [4])
-    assert inspect_run(stage(f"train.resume={tmp_path / 'link'}")).step == 4
 
 
 def test_the_best_checkpoint_outlives_newer_ones(stage, run_dir):
@@ -229,35 +252,11 @@ def test_the_best_checkpoint_outlives_newer_ones(stage, run_dir):
     assert checkpoints.best_step(run_dir, {}) is None
 
 
-@pytest.mark.parametrize(
-    ("named", "step"), [("parent", 6), ("parent/checkpoints", 6), ("parent/checkpoints/step_4", 4)]
-)
-def test_another_runs_checkpoint_is_where_a_branch_begins(named, step, stage, run_dir, tmp_path):
+def test_a_branch_is_further_in_its_data_than_in_its_steps_where_batches_were_left_out(stage, tmp_path):
     parent = stage(f"train.run_dir={tmp_path / 'parent'}")
-    store(parent, [4, 6])
-    manifest(parent, 4, data_step=9, losses=(3.0, 2.0)).write(tmp_path / "parent" / "checkpoints" / "step_4")
-    state = inspect_run(stage(f"train.resume={tmp_path / named}"))
-    assert state.step == 0
-    assert state.checkpoint == tmp_path / "parent" / "checkpoints" / f"step_{step}"
-    # A run that left out batches is further in its data than in its steps.
-    assert (state.data_step, state.losses) == ((9, (3.0, 2.0)) if step == 4 else (6, ()))
-
-
-def test_a_branch_may_change_what_shards_and_adapters_do_not_depend_on(stage, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    adapters = ['train.lora={"r": 4, "targets": ["q_proj", "k_proj"]}', *BELOW_3]
-    store(stage(ANOTHER, *adapters), [4])
-    changes = ['train.lora={"r": 4, "targets": ["k_proj", "q_proj"], "alpha": 8}', "zero_optimization.stage=1"]
-    changes += ["data_types.grad_accum_dtype=bf16", "train.resume=parent"]
-    assert inspect_run(stage(*adapters, *changes)).checkpoint.name == "step_4"
-
-
-def test_a_branch_that_has_begun_goes_on_from_its_own_checkpoint(stage, run_dir, tmp_path):
-    store(stage(f"train.run_dir={tmp_path / 'parent'}"), [4])
-    branch = stage(f"train.resume={tmp_path / 'parent'}")
-    store(branch, [2])
-    state = inspect_run(branch)
-    assert (state.step, state.checkpoint) == (2, run_dir / "checkpoints" / "step_2")
+    store(parent, [4], data_step=9, losses=(3.0, 2.0))
+    state = inspect_run(stage(f"train.resume={tmp_path / 'parent'}"))
+    assert (state.step, state.data_step, state.losses) == (0, 9, (3.0, 2.0))
 
 
 def test_a_finished_run_is_known_by_its_result_and_goes_on_with_more_steps(stage, run_dir):
@@ -277,7 +276,7 @@ def test_data_that_changed_are_refused_by_file_and_what_changed(changed, word, s
     state = inspect_run(stage())
     moved = [data[0], data[1] | {"path": "elsewhere/b.txt"}]
     check_data(stage(), state, moved)
-    with pytest.raises(UserError, match=r"b\.txt has changed since") as caught:
+    with refused(r"b\.txt has changed since") as caught:
         check_data(stage(), state, [data[0], data[1] | {changed: {"tokens": 3001, "digest": "cdef0123"}[changed]}])
     assert word in caught.value.problem
     assert "3,000 tokens in 10 examples (digest 01234567)" in caught.value.problem
@@ -295,7 +294,7 @@ def test_a_lock_that_is_no_file_is_refused_and_what_it_leads_to_left_alone(what,
         "a link to itself": lambda: file.symlink_to(file),
         "a link to a device": lambda: file.symlink_to("/dev/zero"),
     }[what]()
-    with pytest.raises(UserError, match="cannot be locked") as caught:
+    with refused("cannot be locked") as caught:
         lock(run_dir, print)
     assert caught.value.remedy == "remove it"
     assert other.read_text() == "mine"

@@ -9,7 +9,7 @@ import pytest
 
 from ds_fp8.config.errors import UserError, as_user_error
 from ds_fp8.train import load_stage, resume
-from tests.train.damage import DAMAGES, FROM, save_two, step
+from tests.train.damage import DAMAGES, FILES, FROM, save_two, step
 
 RANKS = 2
 
@@ -62,13 +62,13 @@ def test_no_damage_is_passed_over_in_silence(damaged, ranks, tmp_path):
 def test_another_runs_damaged_checkpoint_is_refused_by_its_key_and_a_renamed_one_goes_on(damaged, ranks, tmp_path):
     file, parent = damaged
     shutil.copytree(parent, tmp_path / "elsewhere")
-    (step(parent, 6) / "random_rank_00001.pt").write_bytes(b"")
+    (step(parent, 6) / FILES["optimizer"]).write_bytes(b"")
     named = (parent, step(parent, 6), step(parent, 4))
     branches = [[f"train.run_dir={tmp_path / 'branch'}", f"train.resume={each}"] for each in named]
     *damages, whole, renamed = ranks(RANKS, settle, file, [*branches, [f"train.run_dir={tmp_path / 'elsewhere'}"]])[0]
     for went_on_from, said in damages:
         assert went_on_from is None
-        assert "random_rank_00001.pt has 0 bytes instead of" in said
+        assert f"{FILES['optimizer']} has 0 bytes instead of" in said
         assert "train.resume" in said
     assert (whole[0], renamed[0]) == (0, 6)
     assert "all as it was saved" in whole[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from unittest import mock
 
@@ -15,9 +14,10 @@ from ds_fp8.data import build_tokenizer
 from ds_fp8.export.checkpoints import export_checkpoint
 from ds_fp8.train import load_stage, resume, train
 from ds_fp8.train.model import build_model, load_model_config
+from tests.refusals import refused
 from tests.train.damage import Crafted, craft, step
 
-STEPS = ["train.steps=2", "train.save_every=2", "train.eval_batches=1"]
+STEPS = ["train.steps=1", "train.schedule.warmup=0", "train.eval_batches=1"]
 ON_ONE_RANK = "gradient_accumulation_steps=2"  # The batch of two ranks on one
 
 
@@ -27,9 +27,8 @@ def test_the_crafted_file_would_run_code(tmp_path):
     assert (tmp_path / "trace").is_dir()
 
 
-def run(file: str, cache: str, overrides: list[str], checked: bool = True) -> str:
+def run(file: str, overrides: list[str], checked: bool = True) -> str:
     """Train on this rank; returns the error it ended in. Where not `checked` the checkpoint is loaded as it is."""
-    os.environ["DS_FP8_CACHE"] = cache
     stage = load_stage(file, overrides)
     unchecked = mock.patch.object(resume, "settle", lambda stage, say: resume.inspect_run(stage))
     try:
@@ -43,29 +42,29 @@ def run(file: str, cache: str, overrides: list[str], checked: bool = True) -> st
     return ""
 
 
-def test_deepspeeds_own_loading_reads_tensors_alone(tiny, write, ranks, tmp_path, cache_home):
+def test_deepspeeds_own_loading_reads_tensors_alone(tiny, write, ranks, tmp_path):
     """On as many ranks, in resharding and in an export, for whatever slips through the check before."""
     tiny["fp8"] = {"enabled": False}
     tiny["train"] |= {"run_dir": str(tmp_path / "run")}
     file = str(write(tiny))
-    assert ranks(2, run, file, str(cache_home), STEPS) == ["", ""]
-    for crafted in step(tmp_path / "run", 2).glob("*optim_states.pt"):
+    assert ranks(2, run, file, STEPS) == ["", ""]
+    for crafted in step(tmp_path / "run", 1).glob("*optim_states.pt"):
         craft(crafted, tmp_path / "trace")
-    longer = [*STEPS, "train.steps=4"]
+    longer = [*STEPS, "train.steps=2"]
     for world, more in ((2, []), (1, [ON_ONE_RANK])):
-        errors = ranks(world, run, file, str(cache_home), [*longer, *more], False)
+        errors = ranks(world, run, file, [*longer, *more], False)
         assert all("more than tensors and plain values: it names posix.mkdir" in error for error in errors), errors
-    checkpoint, config = step(tmp_path / "run", 2), AutoConfig.from_pretrained(tmp_path / "run" / "model")
-    with pytest.raises(UserError, match=r"it names posix\.mkdir"):
+    checkpoint, config = step(tmp_path / "run", 1), AutoConfig.from_pretrained(tmp_path / "run" / "model")
+    with refused(r"it names posix\.mkdir"):
         export_checkpoint(checkpoint, tmp_path / "exported", config, load_stage(file).fp8, layout="bf16")
     craft(min(checkpoint.glob("*model_states.pt")), tmp_path / "trace")
-    with pytest.raises(UserError, match=r"it names posix\.mkdir"):
+    with refused(r"it names posix\.mkdir"):
         export_checkpoint(checkpoint, tmp_path / "exported", config, load_stage(file).fp8, layout="bf16")
     assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_a_model_folder_with_code_is_refused(name, tiny, write, tmp_path, cache_home):
+def test_a_model_folder_with_code_is_refused(name, tiny, write, tmp_path):
     stage = load_stage(write(tiny))
     tokenizer = build_tokenizer(stage.data)
     model = build_model(stage, load_model_config(stage, tokenizer))
@@ -77,6 +76,6 @@ def test_a_model_folder_with_code_is_refused(name, tiny, write, tmp_path, cache_
     del tiny["model"]
     tiny["train"]["init_from"] = str(tmp_path / "model")
     stage = load_stage(write(tiny))
-    with pytest.raises(UserError, match="cannot be read"):
+    with refused("cannot be read"):
         build_model(stage, load_model_config(stage, tokenizer))
     assert not (tmp_path / "trace").exists()

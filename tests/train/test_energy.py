@@ -92,21 +92,18 @@ def test_a_kernel_in_a_steady_state_has_the_joules_of_its_share_of_the_time(monk
     assert common.sustained(kernel, seconds=0.02).joules is None  # of a counter that stands still
 
 
-def run_where_ranks_are_counted(file: Path, runs: Path, cache: str, nvml: Path) -> None:
+def run_where_ranks_are_counted(file: Path, runs: Path, nvml: Path) -> None:
     for counted in (2, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("DS_FP8_CACHE", cache)
             count_as_a_gpu(patch, nvml)
             here = dist.get_rank() < counted
             patch.setattr(steps, "energy_counter", lambda device, here=here: energy_counter(GPU) if here else None)
             train(load_stage(file, [f"train.run_dir={runs / str(counted)}", "train.steps=3"]))
 
 
-def test_a_run_logs_the_energy_of_a_token_over_all_ranks_where_all_are_counted(
-    tiny, write, ranks, tmp_path, nvml, cache_home
-):
+def test_a_run_logs_the_energy_of_a_token_over_all_ranks_where_all_are_counted(tiny, write, ranks, tmp_path, nvml):
     tiny["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "tiny"}
-    ranks(2, run_where_ranks_are_counted, write(tiny), tmp_path, str(cache_home), nvml)
+    ranks(2, run_where_ranks_are_counted, write(tiny), tmp_path, nvml)
     records = [record for record in read_metrics(tmp_path / "2" / "metrics.jsonl") if "loss" in record]
     assert len(records) == 3
     for record in records:

@@ -36,23 +36,6 @@ def test_reading_stops_at_the_resumed_step_and_skips_a_line_cut_off(tmp_path):
     assert [record["step"] for record in read_metrics(file, 3)] == [1, 2, 3]
 
 
-def test_a_resumed_log_holds_each_step_once(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    first = opened(file)
-    for step in (1, 2, 3, 4):
-        first.append(training(step, 1.0))
-    again = opened(file, read_metrics(file, 2))
-    again.append(training(3, 0.5))
-    assert [(record["step"], record["loss"]) for record in read_metrics(file, 9)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_null_in_the_file(value, tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    opened(file).append({"step": 1, "loss": value})
-    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {"step": 1, "loss": None}
-
-
 def test_the_summary_is_of_the_whole_run(tmp_path):
     log = opened(tmp_path / "metrics.jsonl")
     log.append({"step": 0, "validation_loss": 6.0})

@@ -1,10 +1,17 @@
-"""What the ranks of a run tell each other before they train."""
+"""What the ranks of a run tell each other: their data before they train, and that one was asked to stop."""
 
+import signal
+import subprocess
+import time
+
+import psutil
 import pytest
+import torch
 from deepspeed import comm as dist
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.train.processes import check_same_everywhere
+from ds_fp8.train.processes import Interrupt, Interrupted, check_same_everywhere
+from tests.ranks import on_ranks
 
 
 def compared(other: dict) -> str:
@@ -33,3 +40,27 @@ def test_a_rank_with_other_facts_is_named_on_all(other, words, ranks):
         assert words in said
         assert bool(said) == bool(words)
         assert ("(rank 1) the data differs from" in said) == bool(words)
+
+
+@pytest.mark.parametrize("how", ["signal", "command that ended", "command that was waited for"])
+@on_ranks(2)
+def test_all_ranks_stop_where_one_was_asked_to(how):
+    interrupt = Interrupt(torch.device("cpu"))
+    try:
+        interrupt.check()
+        if dist.get_rank() == 1 and how == "signal":
+            signal.raise_signal(signal.SIGTERM)
+        elif dist.get_rank() == 1:
+            command = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            interrupt._command = psutil.Process(command.pid)
+            command.stdin.close()
+            assert command.stdout.read() == b""  # it closes this as it ends
+            while "waited" not in how and interrupt._command.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+            if "waited" in how:
+                command.wait()
+        for _ in range(2):
+            with pytest.raises(Interrupted):
+                interrupt.check()
+    finally:
+        interrupt.end()

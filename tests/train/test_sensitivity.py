@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from ds_fp8.casts import quantize
 from ds_fp8.cli import main
-from ds_fp8.config.errors import UserError
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.engine.plans import convert
 from ds_fp8.layers.linear.linear import FP8Linear
@@ -21,6 +20,7 @@ from ds_fp8.report.verdict import Mean, word_of
 from ds_fp8.train import load_stage
 from ds_fp8.train.sensitivity import CastSwitch, Judge, measure, parts_of, propose, shares_of
 from tests.layers.hugging_face import causal_lm, tokens
+from tests.refusals import refused
 from tests.train.tiny_stage import TINY
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -130,9 +130,8 @@ def test_the_costliest_for_their_flops_are_proposed_within_the_budget():
 
 
 @pytest.fixture
-def run(folder, cache_home, monkeypatch, capsys):
+def run(folder, capsys):
     """`run(FILE, option, ...)`: figures of the command on a small model, what it prints, and the folder it wrote."""
-    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
 
     def command(file, *options):
         arguments = ["--rows", "2", "--length", "41", "--out", str(folder / "out"), *map(str, options)]
@@ -180,18 +179,33 @@ def test_a_budget_below_every_part_proposes_and_writes_nothing(run, folder, tmp_
     assert run(folder / "text.txt", "--budget", enough)[0]["proposal"]["overrides"]
 
 
-def test_the_command_on_a_stage_changes_nothing_else_of_it(run, folder, tmp_path, write):
-    stage = {**TINY, "fp8": {"preset": "hybrid_fast", "linear": {"overrides": {"*.o_proj": "bf16"}}}}
-    stage["data"] = {"path": str(folder / "text.txt"), "validation_fraction": 0.5}
-    figures, _ = run(write(stage), "--budget", "0.1")
-    assert figures["preset"] == "hybrid_fast"
-    assert "*.o_proj" not in {entry["pattern"] for entry in figures["costs"]}
-    written = json.loads((folder / "out" / "stage.json").read_text())
-    overrides = written["fp8"]["linear"].pop("overrides")
-    assert overrides == {**figures["proposal"]["overrides"], "*.o_proj": "bf16"}
-    expected = json.loads(json.dumps(stage))
-    del expected["fp8"]["linear"]["overrides"]
-    assert written == expected
+ALL_KINDS = [f"*.{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]
+SECTIONS = {  # "fp8" of a stage: in words or not, with overrides that the proposal may name, too
+    "a layer in BF16": {"preset": "hybrid_fast", "linear": {"overrides": {"*.o_proj": "bf16"}}},
+    "a word": "hybrid_fast",
+    "words": {"linear": "hybrid_fast", "optimizer": "coat"},
+    "casts of all kinds": {
+        "linear": {"overrides": {kind: {"input": {"granularity": "128x128"}} for kind in ALL_KINDS}}
+    },
+}
+
+
+@pytest.mark.parametrize("case", SECTIONS)
+def test_a_proposal_stands_before_the_overrides_of_a_stage_and_changes_nothing_else(case, run, folder, write):
+    data = {"path": str(folder / "text.txt"), "tokenizer": str(folder), "validation_fraction": 0.5}
+    stage = {**TINY, "fp8": SECTIONS[case], "data": data}
+    figures, _ = run(write(stage), "--budget", "0.2")
+    proposed, file = figures["proposal"]["overrides"], folder / "out" / "stage.json"
+    written, expected = (load_stage(each, world=1).fp8 for each in (file, write(stage)))
+    assert ("*.o_proj" in {entry["pattern"] for entry in figures["costs"]}) == (case != "a layer in BF16")
+    assert list(written.linear.overrides)[: len(proposed)] == list(proposed)
+    own = {pattern: cast for pattern, cast in written.linear.overrides.items() if pattern not in proposed}
+    assert own == {pattern: cast for pattern, cast in expected.linear.overrides.items() if pattern not in proposed}
+    assert written.model_copy(update={"linear": expected.linear}) == expected
+    assert written.linear.model_copy(update={"overrides": expected.linear.overrides}) == expected.linear
+    content = json.loads(file.read_text())
+    assert {pattern: content["fp8"]["linear"]["overrides"][pattern] for pattern in proposed} == proposed
+    assert {**content, "fp8": None} == {**json.loads(json.dumps(stage)), "fp8": None}
 
 
 def test_an_open_preset_is_measured_and_written_as_training_has_it(run, folder, write):
@@ -203,32 +217,6 @@ def test_an_open_preset_is_measured_and_written_as_training_has_it(run, folder, 
         assert load_stage(folder / "out" / "stage.json", world=1).fp8.preset == preset
     assert run(folder / "text.txt", "--budget", "0.2")[0]["preset"] == "precise"
     assert json.loads((folder / "out" / "stage.json").read_text())["fp8"]["preset"] == "precise"
-
-
-@pytest.mark.parametrize("section", ["hybrid_fast", {"linear": "hybrid_fast", "optimizer": "coat"}])
-def test_a_proposal_is_written_beside_words(run, folder, write, section):
-    data = {"path": str(folder / "text.txt"), "tokenizer": str(folder), "validation_fraction": 0.5}
-    figures, _ = run(write({**TINY, "fp8": section, "data": data}), "--budget", "0.2")
-    written = load_stage(folder / "out" / "stage.json", world=1).fp8
-    expected = load_stage(write({**TINY, "fp8": section, "data": data}), world=1).fp8
-    assert list(written.linear.overrides) == list(figures["proposal"]["overrides"])
-    assert written.linear.model_copy(update={"overrides": {}}) == expected.linear
-    assert written.optimizer == expected.optimizer
-
-
-def test_a_proposal_stands_before_a_cast_of_the_same_layers(run, folder, tmp_path, write):
-    """The stage casts all kinds of layers in its own way, by the patterns that are proposed."""
-    kinds = [f"*.{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")]
-    casts = {kind: {"input": {"granularity": "128x128"}} for kind in kinds}
-    stage = {**TINY, "fp8": {"linear": {"overrides": casts}}}
-    stage["data"] = {"path": str(folder / "text.txt"), "validation_fraction": 0.5}
-    figures, _ = run(write(stage), "--budget", "0.2")
-    proposed = figures["proposal"]["overrides"]
-    assert proposed.keys() & set(kinds)
-    overrides = json.loads((folder / "out" / "stage.json").read_text())["fp8"]["linear"]["overrides"]
-    assert list(overrides)[: len(proposed)] == list(proposed)
-    assert {pattern: overrides[pattern] for pattern in proposed} == proposed
-    assert overrides == {**casts, **proposed}
 
 
 def test_the_command_over_a_grid(run, folder, tmp_path, capsys):
@@ -244,7 +232,7 @@ def test_the_command_over_a_grid(run, folder, tmp_path, capsys):
 
 def test_points_of_one_folder_do_not_overwrite_each_other(folder, tmp_path):
     grid = ["--grid", 'fp8.linear.overrides={"*q_proj": "bf16"},{"q_proj": "bf16"}', "--out", str(tmp_path / "out")]
-    with pytest.raises(UserError, match="same folder"):
+    with refused("same folder"):
         main(["sensitivity", str(folder), str(folder / "text.txt"), "--rows", "2", "--length", "41", *grid])
     assert not (tmp_path / "out").exists()
 
@@ -259,16 +247,13 @@ def test_points_of_one_folder_do_not_overwrite_each_other(folder, tmp_path):
         ("text.txt", ["--out", "/dev/null/x"], "--out"),
     ],
 )
-def test_mistakes(folder, cache_home, monkeypatch, file, options, key):
-    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+def test_mistakes(folder, monkeypatch, file, options, key):
     monkeypatch.setattr(sys, "argv", [])
-    with pytest.raises(UserError) as caught:
+    with refused(key=key):
         main(["sensitivity", str(folder), str(folder / file), "--length", "41", *options])
-    assert caught.value.key == key
 
 
-def test_markers_of_a_chat_template_that_the_model_lacks_are_named(folder, cache_home, monkeypatch, write, tmp_path):
-    monkeypatch.setenv("DS_FP8_CACHE", str(cache_home))
+def test_markers_of_a_chat_template_that_the_model_lacks_are_named(folder, write, tmp_path):
     base = tmp_path / "base"
     causal_lm("llama", vocab_size=10).save_pretrained(base)  # as many as words
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -276,6 +261,5 @@ def test_markers_of_a_chat_template_that_the_model_lacks_are_named(folder, cache
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(4)))
     data = {"path": str(tmp_path / "chats.jsonl"), "format": "chat", "validation_fraction": 0.5}
-    with pytest.raises(UserError, match="im_end") as caught:
+    with refused("im_end", "data.chat_template"):
         main(["sensitivity", str(base), str(write({"fp8": {}, "data": data})), "--rows", "1", "--length", "41"])
-    assert caught.value.key == "data.chat_template"

@@ -4,14 +4,12 @@ import contextlib
 import functools
 import io
 import json
-import os
 import shutil
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_fp8.config.errors import UserError
 from ds_fp8.data import build_data, build_tokenizer
 from ds_fp8.layers.attention import documents
 from ds_fp8.train import load_stage, train
@@ -21,6 +19,7 @@ from ds_fp8.train.model import build_model
 from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS
 from tests.ranks import RankPools
+from tests.refusals import refused
 
 STEPS = 4
 ROUNDING = 2e-3  # Relative: FP8 scales follow the tokens and heads of a rank, and sums are in another order
@@ -41,9 +40,8 @@ def stage_of(tiny, folder, size, **changes):
     return tiny
 
 
-def run(file, cache, long=32):
+def run(file, long=32):
     """The result of a stage on this rank; documents of `long` tokens are in FP8."""
-    os.environ["DS_FP8_CACHE"] = cache
     documents.LONG = long
     with contextlib.redirect_stdout(io.StringIO()):
         result = train(load_stage(file))
@@ -86,9 +84,9 @@ def two(own_ranks):
     ],
     ids=str,
 )
-def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_home, ranks, two, changes):
+def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, ranks, two, changes):
     chats = {"data__path": CHATS["path"], "data__format": "chat", "data__answer_pattern": r"answer is (\d+)"}
-    changes = {"train__exact_match_problems": 2, **chats, **changes}
+    changes = {"train__exact_match_problems": 2, "train__max_new_tokens": 4, **chats, **changes}
     one = dict(changes)
     if "data__tokens_per_gpu" in changes:
         changes |= {"train_batch_size": 6, "gradient_accumulation_steps": 6}
@@ -96,8 +94,8 @@ def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_hom
     folders = tmp_path / "shared", tmp_path / "whole"
     shared = write(stage_of(json.loads(json.dumps(tiny)), folders[0], 2, **changes), "shared.json")
     whole = write(stage_of(json.loads(json.dumps(tiny)), folders[1], 1, **one), "whole.json")
-    of_two = two(run, str(shared), str(cache_home))[0]
-    of_one = ranks(1, run, str(whole), str(cache_home))[0]
+    of_two = two(run, str(shared))[0]
+    of_one = ranks(1, run, str(whole))[0]
     assert list(losses(folders[0]).values()) == pytest.approx(list(losses(folders[1]).values()), rel=ROUNDING)
     for name in ("first_validation_loss", "final_loss"):
         assert of_two[name] == pytest.approx(of_one[name], rel=ROUNDING), name
@@ -114,32 +112,28 @@ def test_two_ranks_that_share_sequences_are_one(tiny, write, tmp_path, cache_hom
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, cache_home, own_ranks, world):
+def test_a_resumed_run_repeats_the_whole_one(tiny, write, tmp_path, own_ranks, world):
     """4 ranks are two groups, whose shards of the optimizer are those of all ranks."""
     accumulation = 4 // world
     file = write(stage_of(tiny, tmp_path / "run", 2, gradient_accumulation_steps=accumulation))
     start = own_ranks(world)
-    start(run, str(file), str(cache_home))
+    start(run, str(file))
     first = losses(tmp_path / "run")
     model = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     for gone in (f"checkpoints/step_{STEPS}", "model"):
         shutil.rmtree(tmp_path / "run" / gone)
     (tmp_path / "run" / "result.json").unlink()
-    start(run, str(file), str(cache_home))
+    start(run, str(file))
     assert losses(tmp_path / "run") == first
     assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == model
     tiny |= {"sequence_parallel_size": 1, "train_batch_size": world * accumulation}
-    with pytest.raises(UserError, match="holds a run with sequence_parallel_size = 2, not 1"):
-        refused(write(tiny, "other.json"), world)
+    with refused("holds a run with sequence_parallel_size = 2, not 1"):
+        inspect_run(load_stage(write(tiny, "other.json"), world=world))
     other = 6 - world  # the other of 2 and 4, with the same batches
     tiny |= {"sequence_parallel_size": 2, "train_batch_size": 2, "gradient_accumulation_steps": 4 // other}
     (tmp_path / "run" / "result.json").unlink()
-    with pytest.raises(UserError, match=f"was saved by {world} ranks that share sequences, not {other}"):
-        refused(write(tiny, "more.json"), other)
-
-
-def refused(file, world):
-    inspect_run(load_stage(file, world=world))
+    with refused(f"was saved by {world} ranks that share sequences, not {other}"):
+        inspect_run(load_stage(write(tiny, "more.json"), world=other))
 
 
 @pytest.mark.parametrize(
@@ -155,23 +149,21 @@ def refused(file, world):
 )
 def test_what_cannot_be_shared_is_refused(tiny, write, tmp_path, changes, world, key, message):
     raw = stage_of(tiny, tmp_path / "run", 2, **changes)
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message, key):
         load_stage(write(raw), world=world)
-    assert error.value.key == key
 
 
-def slices(file, cache):
+def slices(file):
     """This rank's slices of two rows, and how many of their tokens carry loss."""
-    os.environ["DS_FP8_CACHE"] = cache
     stage = load_stage(file)
     data = build_data(stage.data, build_tokenizer(stage.data))
     batches = micro_batches(stage, data.train, [0, 1], torch.device("cpu"))
     return [(batch, int(label_tokens(batch))) for batch in batches], [data.train[row] for row in (0, 1)]
 
 
-def test_slices_make_up_the_rows(tiny, write, tmp_path, cache_home, two):
+def test_slices_make_up_the_rows(tiny, write, tmp_path, two):
     file = write(stage_of(tiny, tmp_path / "run", 2))
-    (first, rows), (second, _) = two(slices, str(file), str(cache_home))
+    (first, rows), (second, _) = two(slices, str(file))
     for (left, left_count), (right, right_count), row in zip(first, second, rows, strict=True):
         for name in ("input_ids", "position_ids"):
             assert torch.equal(torch.cat([left[name], right[name]], 1)[0], row[name])
@@ -197,13 +189,13 @@ def long_rows(tiny, folder, **changes):
     return raw
 
 
-def test_a_stage_with_both_trains_as_one_without(tiny, write, tmp_path, cache_home, new_ranks, monkeypatch):
+def test_a_stage_with_both_trains_as_one_without(tiny, write, tmp_path, new_ranks, monkeypatch):
     """In new processes: DeepSpeed's attention of shared rows has the heads of the first model of a process for good."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     found = {}
     for name, changes in {"plain": {}, "both": {"recomputed": "offload", "tile": 128}}.items():
         folder = tmp_path / name
-        new_ranks(2, run, str(write(long_rows(tiny, folder, **changes), f"{name}.json")), str(cache_home))
+        new_ranks(2, run, str(write(long_rows(tiny, folder, **changes), f"{name}.json")))
         found[name] = losses(folder)
     first = min(found["plain"])
     assert found["both"][first] == found["plain"][first]  # before the first gradient no bit differs
@@ -214,6 +206,6 @@ def test_a_model_that_recomputes_by_itself_is_refused(tiny, write, monkeypatch):
     tiny["model"]["activation_checkpointing"] = "offload"
     stage = load_stage(write(tiny))
     monkeypatch.setattr("transformers.modeling_utils.checkpoint", lambda function, *args, **options: function(*args))
-    with pytest.raises(UserError, match="recomputes its layers by a function of its own") as error:
+    with refused("recomputes its layers by a function of its own") as error:
         build_model(stage, AutoConfig.for_model(**stage.model.config, vocab_size=640))
     assert (error.value.key, error.value.remedy) == ("model.activation_checkpointing", "true")

@@ -86,7 +86,7 @@ def check(name: str, folder: Path, parts: tuple[str, ...] = PARTS, steps: int = 
         result.setdefault("zero.Init", _loaded(wrong, wrong_in_fp8))
         fp8 = train(engine, inputs, steps)
         note("fp8", [round(fp8[0], 4), round(fp8[-1], 4)])
-        note("gap", round(max(abs(ours / theirs - 1) for ours, theirs in zip(fp8, bf16, strict=True)), 5))
+        note("gap", round(max(abs(ours - theirs) / max(theirs, 1) for ours, theirs in zip(fp8, bf16, strict=True)), 4))
         note("report", _report(engine.fp8.report))
         note("status", "trained")
     except UserError as error:
@@ -202,13 +202,20 @@ def graphs(engine: Engine, inputs: Inputs) -> str:
 
 def adapters(name: str, saved: Path, inputs: Inputs, expected: float) -> str:
     """Train adapters for a step. Their first loss is that of the model without."""
-    wanted = LoraConfig(r=8, target_modules="all-linear")
-    engine, _ = start(name, saved, None, {}, born=False, adapt=lambda model: get_peft_model(model, wanted))
-    losses = train(engine, inputs, 3)
+
+    def adapt(model: Model) -> Model:
+        try:
+            return get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
+        except ValueError:  # PEFT adapts no layer whose weight a model of Mamba's kind reads itself
+            of_mamba = ["out_proj", "conv1d"]
+            return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", exclude_modules=of_mamba))
+
+    engine, _ = start(name, saved, None, {}, born=False, adapt=adapt)
+    losses = train(engine, inputs, 4)
     engine.destroy()
     if abs(losses[0] / expected - 1) > 0.02:
         return f"WRONG: a loss of {losses[0]:.4f}, and {expected:.4f} without adapters"
-    return "trains" if losses[2] < losses[0] else f"WRONG: the loss stays at {losses[0]:.4f}"
+    return "trains" if losses[3] < losses[1] else f"WRONG: the loss stays at {losses[1]:.4f}"
 
 
 # ---------------------------------------------------------------- documents of a packed row
@@ -260,7 +267,8 @@ def trained_by_command(saved: Path) -> str:
             attention = "eager"  # as the error says
             trial.check_rows(config, attention)
         packed_attention.register()
-        model = load_stored_model(source, config, {"attn_implementation": attention}).train()
+        # As DeepSpeed has it, weights that are read in FP32 too
+        model = load_stored_model(source, config, {"attn_implementation": attention}).bfloat16().train()
         ids = tokens(5)[:1]
         batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(LENGTH // 2).repeat(2)[None]}
         model(**batch, use_cache=False, num_items_in_batch=torch.ones(())).loss.backward()

@@ -16,7 +16,7 @@ from ds_fp8.export.engines import served_plan, unsharded_entries
 from ds_fp8.layers.published import stored_buffers
 from ds_fp8.train.stored_model import ModelSource, load_stored_model, stored_config
 
-Model, Engine, Inputs = Any, Any, dict[str, Any]
+Model, Engine, Tensors = Any, Any, dict[str, torch.Tensor]
 
 
 def exports(engine: Engine, name: str, folder: Path, saved: Path, note: Any) -> None:
@@ -31,7 +31,7 @@ def exports(engine: Engine, name: str, folder: Path, saved: Path, note: Any) -> 
         try:
             out = folder / layout
             plan = export_engine(engine, out, layout=layout)
-            numbers: dict[str, torch.Tensor] = {}  # dequantized, under transformers' names
+            numbers: Tensors = {}  # dequantized, under transformers' names
             for entry, parts in unsharded_entries(engine, plan):
                 for key, own in parts.items():
                     number = own.dequantize(torch.bfloat16) if entry.quantized else own
@@ -42,7 +42,8 @@ def exports(engine: Engine, name: str, folder: Path, saved: Path, note: Any) -> 
                 for key, data, scale in served_weights(engine):
                     served |= {key: data} if scale is None else {key: data, f"{key}_scale_inv": scale}
             # Ranks hold the same from here on: one reads.
-            wrong = compare_folder(name, out, saved, numbers, served) if dist.get_rank() == 0 else []
+            buffers = stored_buffers(engine.module)
+            wrong = compare_folder(name, out, saved, numbers, buffers, served) if dist.get_rank() == 0 else []
             found[layout] = "; ".join(wrong) or f"right, {len(plan.quantized)} in FP8" * (layout == "fp8") or "right"
         except UserError as error:
             told = any(error.problem in line for line in engine.fp8.report["notes"])
@@ -52,7 +53,9 @@ def exports(engine: Engine, name: str, folder: Path, saved: Path, note: Any) -> 
         note(found)
 
 
-def compare_folder(name: str, out: Path, saved: Path, numbers: Inputs, served: Inputs | None) -> list[str]:
+def compare_folder(
+    name: str, out: Path, saved: Path, numbers: Tensors, buffers: Tensors, served: Tensors | None
+) -> list[str]:
     """Return what of a folder is not as it should be."""
     auto, wrong = auto_class(name), []
     expected = _tensors(saved).keys()
@@ -67,7 +70,7 @@ def compare_folder(name: str, out: Path, saved: Path, numbers: Inputs, served: I
         strange = sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]]))
         wrong += [f"WRONG missing or unexpected {strange[:3]}"] if strange else []
         wrong += [] if _computes_as(read, twin) else ["WRONG logits"]
-        wrong += [] if _same(stored_buffers(read), stored_buffers(twin), numbers) else ["WRONG buffers"]
+        wrong += [] if _same(stored_buffers(read), buffers) else ["WRONG buffers"]
     except Exception as error:
         try:
             _logits(auto.from_pretrained(saved, dtype=torch.bfloat16))
@@ -98,15 +101,15 @@ def _logits(model: Model) -> Any:
         return model.eval()(input_ids=tokens(7)).logits
 
 
-def _same(found: Inputs, expected: Inputs, numbers: Inputs | None = None) -> bool:
+def _same(found: Tensors, expected: Tensors) -> bool:
     """Return whether tensors are the same by name, type and number."""
     same = (
         own.dtype == expected[n].dtype and torch.equal(own.cpu().float(), expected[n].cpu().float())
         for n, own in found.items()
-        if n in expected and (numbers is None or n in numbers)
+        if n in expected
     )
     return found.keys() == expected.keys() and all(same)
 
 
-def _tensors(folder: Path) -> Inputs:
+def _tensors(folder: Path) -> Tensors:
     return {name: own for file in folder.glob("*.safetensors") for name, own in load_file(file).items()}

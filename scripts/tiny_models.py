@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim"), 128),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "n_layers", "decoder_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "index_n_heads"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"), 2),
     **dict.fromkeys(("num_attention_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads"), 2),
     **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim", "global_head_dim"), 64),
@@ -56,7 +56,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_channels", "in_channels"), 3),
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "mamba_n_heads": 8,
+    **dict.fromkeys(("mamba_n_heads", "index_n_heads"), 8),  # fewer heads of an indexer leave keys of equal scores
     "image_size": 56,
     "patch_size": 14,
     "linear_num_value_heads": 4,
@@ -97,7 +97,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     **dict.fromkeys(("minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), AS_MANY_KEYS),
-    "minicpm3": AS_MANY_KEYS,
+    **dict.fromkeys(("minicpm3", "axk1", "axk2", "youtu", "mistral4"), AS_MANY_KEYS),
     "longcat_flash": AS_MANY_KEYS | {"zero_expert_num": 2},
 }
 

@@ -3,7 +3,7 @@
 A stage gives a model rows of several documents, which `position_ids` alone tell apart, and the number that the loss is
 to be divided by. Models may ignore either without a word: where a mask is made without positions, or tokens are mixed
 by a convolution or a state, documents see those before them; where keyword arguments are swallowed, micro-batches are
-averaged with the wrong weights.
+averaged with the wrong weights; encoders see what they are to predict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
         attention: The attention implementation of the stage.
 
     Raises:
-        UserError: The attention cannot be computed "packed", or the loss is not divided by what it is given.
+        UserError: The attention cannot be computed "packed", the loss is not divided by what it is given, or tokens see
+            those behind them.
     """
     attention = "sdpa" if attention == "flex_attention" else attention  # the same masks, and nothing to compile
     name = config.model_type
@@ -41,12 +42,11 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
         name = type(model).__name__
         ignores = not {"num_items_in_batch", "kwargs"} & set(inspect.signature(model.forward).parameters)
         if not ignores:
-            row, other = _rows()
-            (loss, logits), (half, _), (_, behind_another) = (
-                _forward(model, row),
-                _forward(model, row, items=2),
-                _forward(model, other),
-            )
+            row, other, changed_later = _rows()
+            loss, logits = _forward(model, row)
+            half, _ = _forward(model, row, items=2)
+            seen_before = _differ(logits[:, LENGTH:], _forward(model, other)[1][:, LENGTH:])
+            seen_later = _differ(logits[:, :LENGTH], _forward(model, changed_later)[1][:, :LENGTH])
             ignores = not torch.allclose(loss, 2 * half, rtol=TOLERANCE)
     except Exception as error:  # each model class fails in its own way
         if attention == packed_attention.NAME and _works(config, "eager"):
@@ -64,7 +64,13 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
             key="model",
             remedy="use a causal language model of transformers that passes keyword arguments to its loss",
         )
-    if (logits - behind_another).norm() > TOLERANCE * logits.norm():
+    if seen_later:
+        raise UserError(
+            f"{name} is an encoder: tokens see those behind them, which they are to predict",
+            key="model",
+            remedy='give a causal language model; some encoders are one with "is_decoder": true in their configuration',
+        )
+    if seen_before:
         logger.warning("note: documents of a row see those before them: %s does not tell them apart by positions", name)
 
 
@@ -75,7 +81,7 @@ def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
     for key, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == layers:  # a kind for each layer
             setattr(text, key, value[:LAYERS])
-        if key in ("intermediate_size", "moe_intermediate_size") and not hasattr(text, "conv_kernel"):
+        elif key in ("intermediate_size", "moe_intermediate_size") and not hasattr(text, "conv_kernel"):
             # Of an MLP, which mixes no tokens and is most of a layer; beside convolutions it is the width of a state.
             setattr(text, key, min(value, WIDTH))
         if key.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
@@ -91,20 +97,24 @@ def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
 
 
-def _rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two rows of two documents, of which only the first ones differ, [1, 2 * LENGTH]."""
+def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rows of two documents [1, 2 * LENGTH]: one, one with another first and one with another last document."""
     generator = torch.Generator().manual_seed(0)
-    document, one, other = torch.randint(3, VOCABULARY, (3, 1, LENGTH), generator=generator)
-    return torch.cat([one, document], 1), torch.cat([other, document], 1)
+    one, document, other = torch.randint(3, VOCABULARY, (3, 1, LENGTH), generator=generator)
+    return torch.cat([one, document], 1), torch.cat([other, document], 1), torch.cat([one, other], 1)
+
+
+def _differ(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    return bool((logits - others).norm() > TOLERANCE * logits.norm())
 
 
 @torch.no_grad()
 def _forward(model: torch.nn.Module, tokens: torch.Tensor, items: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss, and the logits of the second document."""
+    """Return the loss, and the logits of all tokens."""
     positions = torch.arange(LENGTH).repeat(2)[None]
     given = {"input_ids": tokens, "labels": tokens, "position_ids": positions, "use_cache": False}
     output = model(**given, num_items_in_batch=torch.tensor(float(items)))
-    return output.loss, output.logits[:, LENGTH:]
+    return output.loss, output.logits
 
 
 def _works(config: PretrainedConfig, attention: str) -> bool:

@@ -208,6 +208,7 @@ def test_a_trial_changes_nothing():
     [
         ("falcon", "model.attn_implementation", '"eager"'),
         ("bart", "model", "does not divide its loss by num_items_in_batch"),  # computes its loss by itself
+        ("bert", "model", "tokens see those behind them"),
     ],
 )
 def test_models_that_a_stage_cannot_train_are_refused(architecture, key, words):

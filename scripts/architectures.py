@@ -122,11 +122,11 @@ def build(name: str, saved: Path) -> tuple[Model, Inputs]:
     count = sum(parameter.numel() for parameter in model.parameters())
     if count > LARGEST:
         raise ValueError(f"{count:,} parameters: the configuration has not become small")
-    with torch.no_grad():  # initialized alike, they could change places
+    with torch.no_grad():  # what is initialized alike could change places; zeros of a mask stay
         for own in [*(p for p in model.parameters() if p.dim() > 1), *stored_buffers(model).values()]:
             if own.is_floating_point():
                 noise = torch.rand_like(own, dtype=torch.float32)
-                own.add_(((noise - 0.5) * 0.008 if own.dim() > 1 else 0.25 * noise).to(own.dtype))
+                own.copy_(own * (1 + 0.25 * noise) if own.any() else 0.25 * noise)
     ids = tokens(0)
     inputs: Inputs = {"use_cache": False}
     try:
@@ -229,17 +229,21 @@ def documents(name: str, saved: Path, inputs: Inputs) -> dict[str, str]:
         ids, cut = tokens(5)[:1], LENGTH // 3
         places = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])[None]
 
-        def logits(part: slice) -> torch.Tensor:
+        def logits(part: slice, given: torch.Tensor = ids) -> torch.Tensor:
             more = {key: own[:1, part] if torch.is_tensor(own) else own for key, own in inputs.items()}
             with torch.no_grad():
-                return model(input_ids=ids[:, part], position_ids=places[:, part], **more).logits[0]
+                return model(input_ids=given[:, part], position_ids=places[:, part], **more).logits[0]
 
-        packed = logits(slice(None))
-        alone = logits(slice(cut)), logits(slice(cut, None))
-        first, second = (torch.dist(a, b) / b.norm() for a, b in zip((packed[:cut], packed[cut:]), alone, strict=True))
-        found["packed"] = "apart" if max(first, second) < TOLERANCE else "see those before"
-        if first >= TOLERANCE:
-            found["packed"] = "see those behind"
+        def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+            return bool(torch.dist(one, other) > TOLERANCE * other.norm())
+
+        row, other = logits(slice(None)), logits(slice(None), torch.cat([ids[:, :cut], tokens(6)[:1, cut:]], 1))
+        words_of = {
+            "see those behind": differ(row[:cut], other[:cut]),
+            "see those before": differ(row[cut:], logits(slice(cut, None))),
+            "are other than alone": differ(row[:cut], logits(slice(cut))),
+        }
+        found["packed"] = next((text for text, applies in words_of.items() if applies), "apart")
     except Exception as error:
         found["packed"] = f"cannot be packed: {words(error)}"
     return found | {"ds-fp8 train": trained_by_command(saved)}

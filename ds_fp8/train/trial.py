@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -36,42 +37,56 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
             those behind them.
     """
     attention = "sdpa" if attention == "flex_attention" else attention  # the same masks, and nothing to compile
-    name = config.model_type
-    try:
-        model = _copy(config, attention)
-        name = type(model).__name__
-        ignores = not {"num_items_in_batch", "kwargs"} & set(inspect.signature(model.forward).parameters)
-        if not ignores:
-            row, other, changed_later = _rows()
-            loss, logits = _forward(model, row)
-            half, _ = _forward(model, row, items=2)
-            seen_before = _differ(logits[:, LENGTH:], _forward(model, other)[1][:, LENGTH:])
-            seen_later = _differ(logits[:, :LENGTH], _forward(model, changed_later)[1][:, :LENGTH])
-            ignores = not torch.allclose(loss, 2 * half, rtol=TOLERANCE)
-    except Exception as error:  # each model class fails in its own way
-        if attention == packed_attention.NAME and _works(config, "eager"):
-            raise UserError(
-                f'attention "packed" cannot be computed in {name}',
-                key="model.attn_implementation",
-                remedy='"attn_implementation": "eager"',
-            ) from None
-        logger.info("note: rows of several documents could not be tried with %s: %s", name, first_paragraph(error))
-        return
-    if ignores:
+    found = _try(config, attention)
+    name = found.name
+    if attention == packed_attention.NAME and not found.causal and _try(config, "eager").causal:
+        raise UserError(
+            f'attention "packed" cannot be computed in {name}',
+            key="model.attn_implementation",
+            remedy='"attn_implementation": "eager"',
+        )
+    if found.failure is not None:
+        logger.info("note: rows of several documents could not be tried with %s: %s", name, found.failure)
+    elif found.ignores_items:
         raise UserError(
             f"{name} does not divide its loss by num_items_in_batch, so it cannot be averaged per token over ranks and "
             "micro-batches",
             key="model",
             remedy="use a causal language model of transformers that passes keyword arguments to its loss",
         )
-    if seen_later:
+    elif not found.causal:
         raise UserError(
             f"{name} is an encoder: tokens see those behind them, which they are to predict",
             key="model",
             remedy='give a causal language model; some encoders are one with "is_decoder": true in their configuration',
         )
-    if seen_before:
+    elif found.sees_before:
         logger.warning("note: documents of a row see those before them: %s does not tell them apart by positions", name)
+
+
+class _Found(NamedTuple):
+    name: str  # of the class, where it could be built
+    failure: str | None = None
+    ignores_items: bool = False
+    causal: bool = False
+    sees_before: bool = False  # a document sees that before it
+
+
+def _try(config: PretrainedConfig, attention: str) -> _Found:
+    name = config.model_type
+    try:
+        model = _copy(config, attention)
+        name = type(model).__name__
+        if not {"num_items_in_batch", "kwargs"} & set(inspect.signature(model.forward).parameters):
+            return _Found(name, ignores_items=True, causal=True)
+        row, first_changed, last_changed = _rows()
+        (loss, logits), (half, _) = _forward(model, row), _forward(model, row, items=2)
+        ignores = not torch.allclose(loss, 2 * half, rtol=TOLERANCE)
+        sees_before = _differ(logits, _forward(model, first_changed)[1], slice(LENGTH, None))
+        sees_behind = _differ(logits, _forward(model, last_changed)[1], slice(LENGTH))
+        return _Found(name, None, ignores, not sees_behind, sees_before)
+    except Exception as error:  # each model class fails in its own way
+        return _Found(name, first_paragraph(error))
 
 
 def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
@@ -85,7 +100,7 @@ def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
             # Of an MLP, which mixes no tokens and is most of a layer; beside convolutions it is the width of a state.
             setattr(text, key, min(value, WIDTH))
         if key.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
-            setattr(text, key, None)
+            setattr(text, key, 0)  # which no row has
     text.num_hidden_layers, text.vocab_size = min(layers, LAYERS), VOCABULARY
     if hasattr(text, "output_router_logits"):
         text.output_router_logits = False  # another loss beside that of the labels
@@ -104,8 +119,8 @@ def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.cat([one, document], 1), torch.cat([other, document], 1), torch.cat([one, other], 1)
 
 
-def _differ(logits: torch.Tensor, others: torch.Tensor) -> bool:
-    return bool((logits - others).norm() > TOLERANCE * logits.norm())
+def _differ(logits: torch.Tensor, others: torch.Tensor, part: slice) -> bool:
+    return bool((logits - others)[:, part].norm() > TOLERANCE * logits[:, part].norm())
 
 
 @torch.no_grad()
@@ -115,11 +130,3 @@ def _forward(model: torch.nn.Module, tokens: torch.Tensor, items: int = 1) -> tu
     given = {"input_ids": tokens, "labels": tokens, "position_ids": positions, "use_cache": False}
     output = model(**given, num_items_in_batch=torch.tensor(float(items)))
     return output.loss, output.logits
-
-
-def _works(config: PretrainedConfig, attention: str) -> bool:
-    try:
-        _forward(_copy(config, attention), _rows()[0])
-    except Exception:
-        return False
-    return True

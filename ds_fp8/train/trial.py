@@ -41,7 +41,7 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
     name = found.name
     if attention == packed_attention.NAME and not found.causal and _try(config, "eager").causal:
         raise UserError(
-            f'attention "packed" cannot be computed in {name}',
+            f'attention "packed" cannot be computed in {name}: {found.failure or "it would have no causal mask"}',
             key="model.attn_implementation",
             remedy='"attn_implementation": "eager"',
         )

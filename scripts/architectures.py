@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import GatheredParameters
 from exported_folders import exports
-from peft import LoraConfig, get_peft_model
 from tiny_models import LARGEST, LENGTH, ROWS, auto_class, tiny_config, tokens, types, words
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -44,7 +44,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import ds_fp8
 from ds_fp8.config.errors import UserError
 from ds_fp8.layers.published import stored_buffers
-from ds_fp8.train import packed_attention, trial
+from ds_fp8.train import Lora, packed_attention, trial
+from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.stored_model import ModelSource, check_trainable, load_stored_model, stored_config
 from tests import ranks
 from tests.engine.graphs_in_python import log_of
@@ -163,11 +164,18 @@ def start(
         },
     } | ({} if fp8 is None else {"fp8": fp8})
     kept = HfDeepSpeedConfig(copy.deepcopy(config)) if born else None  # transformers looks for one that is alive
+    failures: list[str] = [""] * RANKS
+    failure = ""
     try:
         model = auto_class(name).from_pretrained(saved, dtype=torch.bfloat16)
+    except Exception as error:
+        failure = words(error)
     finally:
         unset_hf_deepspeed_config()
         del kept
+    dist.all_gather_object(failures, failure)  # the first rank alone reads under zero.Init, and may fail alone
+    if any(failures):
+        raise RuntimeError(next(filter(None, failures)))
     wrong = _misplaced(model, origin) if origin is not None else []
     model = model.train() if adapt is None else adapt(model.train())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -204,13 +212,13 @@ def adapters(name: str, saved: Path, inputs: Inputs, expected: float) -> str:
     """Train adapters for a step. Their first loss is that of the model without."""
 
     def adapt(model: Model) -> Model:
-        try:
-            return get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
-        except ValueError:  # PEFT adapts no layer whose weight a model of Mamba's kind reads itself
-            of_mamba = ["out_proj", "conv1d"]
-            return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", exclude_modules=of_mamba))
+        add_adapters(model, Lora(r=8, alpha=64))
+        return model
 
-    engine, _ = start(name, saved, None, {}, born=False, adapt=adapt)
+    try:
+        engine, _ = start(name, saved, None, {}, born=False, adapt=adapt)
+    except UserError as error:
+        return f"refused: {error.problem}"
     losses = train(engine, inputs, 4)
     engine.destroy()
     if abs(losses[0] / expected - 1) > 0.02:
@@ -390,6 +398,7 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return {result["architecture"]: result for result in map(json.loads, lines)}
 
 
+HEADING = "## Every type\n\n"
 HEADER = """\
 | type | FP8 | fused | loss BF16 | FP8 | largest gap | graphs | documents of a row | BF16 export | FP8 export | LoRA | \
 remarks |
@@ -397,7 +406,12 @@ remarks |
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    return "\n".join([HEADER, *(f"| {name} | {' | '.join(_cells(results[name]))} |" for name in sorted(results))])
+    counts = Counter(result["status"] for result in results.values()).most_common()
+    said = ", ".join(f"{count} {status}" for status, count in counts)
+    gaps = sorted(result["gap"] for result in results.values() if "gap" in result)
+    summary = f"{len(results)} of {len(types())} types: {said}. Gaps: median {gaps[len(gaps) // 2]:.2%}, largest "
+    rows = (f"| {name} | {' | '.join(_cells(results[name]))} |" for name in sorted(results))
+    return "\n".join([f"{summary}{gaps[-1]:.2%}.", "", HEADER, *rows])
 
 
 def _cells(result: dict[str, Any]) -> list[str]:
@@ -433,8 +447,8 @@ def main() -> int:
 
     results = read_results(arguments.results)
     if arguments.table:
-        before = arguments.table.read_text(encoding="utf-8").partition("\n| type |")[0].rstrip()
-        arguments.table.write_text(f"{before}\n\n{table(results)}\n", encoding="utf-8")
+        before = arguments.table.read_text(encoding="utf-8").partition(HEADING)[0]
+        arguments.table.write_text(f"{before}{HEADING}{table(results)}\n", encoding="utf-8")
         return 0
     ranks.TIMEOUT = 10**6  # `_end_after_limit` knows better
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}

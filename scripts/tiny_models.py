@@ -69,8 +69,12 @@ AS_MANY_KEYS = {"num_key_value_heads": 4}
 
 # What a type needs besides, or instead (None: its own default).
 CHANGES: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [256, 256]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 12, 8]}}
+    },
+    "cosmos3_edge_text": {"head_dim": 128},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [256, 256], "num_attention_heads": 2, "num_key_value_heads": 1},
+    "mistral4": AS_MANY_KEYS | {"head_dim": None},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": "auto"},
     "falcon": {"head_dim": None},
@@ -97,7 +101,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     **dict.fromkeys(("minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), AS_MANY_KEYS),
-    **dict.fromkeys(("minicpm3", "axk1", "axk2", "youtu", "mistral4"), AS_MANY_KEYS),
+    **dict.fromkeys(("minicpm3", "axk1", "axk2", "youtu"), AS_MANY_KEYS),
     "longcat_flash": AS_MANY_KEYS | {"zero_expert_num": 2},
 }
 

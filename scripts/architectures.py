@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import logging
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -76,8 +76,8 @@ def check(name: str, folder: Path, parts: tuple[str, ...] = PARTS, steps: int = 
         note("status", "fails in BF16")
         try:
             engine, wrong = start(name, saved, origin, None)
-        except Exception as error:
-            note("zero.Init", f"fails in BF16: {words(error)}")
+        except CannotRead as error:
+            note("zero.Init", f"fails in BF16: {error}")
             engine, wrong = start(name, saved, origin, None, born=False)
         bf16 = train(engine, inputs, steps)
         engine.destroy()
@@ -145,10 +145,14 @@ def build(name: str, saved: Path) -> tuple[Model, Inputs]:
     return model, inputs
 
 
+class CannotRead(Exception):
+    """A rank could not read the model."""
+
+
 def start(
     name: str, saved: Path, origin: Model, fp8: dict | None, born: bool = True, adapt: Any = None
 ) -> tuple[Engine, list[str]]:
-    """Read a model from its folder and start an engine. Return it, and the names of tensors that were read wrong."""
+    """Read a model, `born` under zero.Init, and start an engine. Return it, and the tensors that were read wrong."""
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "bf16": {"enabled": True},
@@ -175,8 +179,10 @@ def start(
         del kept
     dist.all_gather_object(failures, failure)  # the first rank alone reads under zero.Init, and may fail alone
     if any(failures):
-        raise RuntimeError(next(filter(None, failures)))
+        raise CannotRead(next(filter(None, failures)))
     wrong = _misplaced(model, origin) if origin is not None else []
+    if born and not all(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        wrong.append("not sharded")
     model = model.train() if adapt is None else adapt(model.train())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0], wrong
@@ -260,24 +266,23 @@ def documents(name: str, saved: Path, inputs: Inputs) -> dict[str, str]:
 def trained_by_command(saved: Path) -> str:
     """Return what `ds-fp8 train` says of a model and rows of several documents, and whether it trains on one."""
     said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("ds_fp8")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
+
+    def say(message: str, *names: object) -> None:
+        said.append(message % names)
+
     try:
         source = ModelSource("model.path", str(saved))
         config = stored_config(source)
         check_trainable(source, config)
         attention = packed_attention.NAME
-        try:
-            trial.check_rows(config, attention)
-        except UserError as error:
-            if '"eager"' not in str(error):
-                raise
-            attention = "eager"  # as the error says
-            trial.check_rows(config, attention)
+        with mock.patch.multiple(trial.logger, info=say, warning=say):
+            try:
+                trial.check_rows(config, attention)
+            except UserError as error:
+                if '"eager"' not in str(error):
+                    raise
+                attention = "eager"  # as the error says
+                trial.check_rows(config, attention)
         packed_attention.register()
         # As DeepSpeed has it, weights that are read in FP32 too
         model = load_stored_model(source, config, {"attn_implementation": attention}).bfloat16().train()
@@ -288,17 +293,14 @@ def trained_by_command(saved: Path) -> str:
         return f"refused: {error.problem}".replace(str(saved), "the folder")
     except Exception as error:
         return f"TRACEBACK {words(error)}"
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return " ".join([f'takes "{attention}"', *(line for line in said if line.startswith("note"))])
+    return " ".join([f'takes "{attention}"', *said])
 
 
 # ---------------------------------------------------------------- words
 
 
 def _misplaced(model: Model, origin: Model) -> list[str]:
-    """Return the names of parameters and stored buffers that are not as in the origin, and of those not sharded."""
+    """Return the names of parameters and stored buffers that are not as in the origin."""
     truth = dict(origin.named_parameters()) | stored_buffers(origin)
     tensors = dict(model.named_parameters()) | stored_buffers(model)
     wrong = sorted(truth.keys() ^ tensors.keys())
@@ -320,15 +322,11 @@ def _loaded(bf16: list[str], fp8: list[str]) -> str:
 def _report(report: dict[str, Any]) -> dict[str, Any]:
     count = report["parameters"]
     kept = max(report.get("kept_in_bf16", []), key=lambda part: part["parameters"], default=None)
-    counts = (
-        (report["fused_layers"], "layer", "layers"),
-        (report.get("fused_attention_halves", 0), "attention half", "attention halves"),
-        (report["fused_mlps"], "MLP", "MLPs"),
-    )
-    fused = [f"{number} {one if number == 1 else several}" for number, one, several in counts if number]
+    counts = {"layers": "fused_layers", "attention halves": "fused_attention_halves", "MLPs": "fused_mlps"}
+    fused = [f"{report[key]} {parts}" for parts, key in counts.items() if report.get(key)]
     return {
         "share": round((report["fp8_parameters"] + report.get("fp8_gathered_experts", 0)) / count, 3),
-        "fused": " and ".join(fused) or "no",
+        "fused": ", ".join(fused) or "no",
         "kept": f"{kept['parameters'] / count:.0%}: {kept['reason']}" if kept else "",
     }
 
@@ -389,7 +387,7 @@ def wrong(result: dict[str, Any]) -> list[str]:
         found.append(f"SILENT documents: {packed['packed']}")
     if result["status"] == "fails in FP8":
         found.append(result.get("reason", ""))
-    return found + ([result["ended"]] if result.get("ended") else [])
+    return found + ([result["ended"]] if result.get("ended") and result["status"] != "fails in BF16" else [])
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
@@ -433,7 +431,7 @@ def _cells(result: dict[str, Any]) -> list[str]:
         "yes" if result.get("graphs") == "replayed" else result.get("graphs", "")[:90],
         rows,
         *(exported.get(layout, "").partition(":")[0] for layout in ("bf16", "fp8")),
-        result.get("LoRA", ""),
+        result.get("LoRA", "").partition(" ")[0].rstrip(":"),
         "; ".join(text.replace("|", "/")[:300] for text in remarks),
     ]
 
@@ -450,6 +448,7 @@ def main() -> int:
         before = arguments.table.read_text(encoding="utf-8").partition(HEADING)[0]
         arguments.table.write_text(f"{before}{HEADING}{table(results)}\n", encoding="utf-8")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks, too
     ranks.TIMEOUT = 10**6  # `_end_after_limit` knows better
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     for name in arguments.names or [name for name in types() if name not in results]:

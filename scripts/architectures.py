@@ -364,9 +364,10 @@ def _end_after_limit(processes: list[psutil.Process], over: threading.Event, end
     while not over.wait(1):
         try:
             used = max(sum(process.cpu_times()[:2]) for process in processes)
+            waits = all(process.status() != psutil.STATUS_RUNNING for process in processes)  # not for a processor
         except psutil.Error:
             return
-        if used > last + 0.5:
+        if used > last + 0.5 or not waits:
             last, since = used, time.monotonic()
         if used > LIMIT or time.monotonic() - since > LIMIT:
             ended.append("more than 120 s," if used > LIMIT else "stood still,")
@@ -420,6 +421,7 @@ def _cells(result: dict[str, Any]) -> list[str]:
     remarks += [f"zero.Init: {zero}"] if zero != "right" else []
     report, exported, packed = (result.get(key) or {} for key in ("report", "exports", "documents"))
     exported, packed = (own if isinstance(own, dict) else {} for own in (exported, packed))
+    remarks += [f"BF16 {report['kept']}"] if report.get("share", 1) < 0.5 else []
     taken = packed.get("ds-fp8 train", "")
     rows = packed.get("packed", "").partition(":")[0] + (" (said)" if "note: doc" in taken else "")
     losses = [" → ".join(f"{loss:.3f}" for loss in result[key]) if key in result else "" for key in ("bf16", "fp8")]

@@ -349,6 +349,8 @@ def run(name: str) -> dict[str, Any]:
             # The rank that failed alone, if one did, knows the reason.
             files = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
             result = max(files, key=lambda own: "reason" in own, default={"architecture": name, "status": "not built"})
+            if ended and result["status"] != "trained":
+                result["status"] = "not finished"
             lines = str(error).splitlines()
             ours = [line.strip() for line in lines if re.search(r'File ".*/(transformers/models|ds_fp8)/', line)]
             result["ended"] = " ".join([*ended, *(ours[:1] if ended else lines[-1:])])[-300:]

@@ -39,10 +39,13 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "index_head_dim"), 128),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "n_layers", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k"), 2),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_heads", "linear_num_heads", "decoder_attention_heads", "encoder_attention_heads"),
+        4,
+    ),
     **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads"), 2),
     **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim", "global_head_dim"), 64),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mamba_d_head"), 64),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mamba_d_head", "linear_head_dim"), 64),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "index_topk"), 16),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "sliding_window", "sliding_window_size"), 32),
     "hidden_size_per_layer_input": 32,
@@ -53,7 +56,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_n_heads", "index_n_heads"), 8),  # fewer heads of an indexer leave keys of equal scores
     "image_size": 56,
     "patch_size": 14,
-    "linear_num_value_heads": 4,
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
 }
 OF_TOWERS = {"hidden_size": 128, "embed_dim": 128, "intermediate_size": 256}
 NOT_OF_TOWERS = {"head_dim", "vocab_size", "num_key_value_heads"}
@@ -93,6 +96,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 64, "n_head": 4},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_headdim": 64},
     "zaya": {"num_experts_per_tok": 1},
+    "kimi_linear": HYBRID | AS_MANY_KEYS,
     **dict.fromkeys(("minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), AS_MANY_KEYS),
     **dict.fromkeys(("minicpm3", "axk1", "axk2", "youtu"), AS_MANY_KEYS),

@@ -24,17 +24,22 @@ def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
         problem = "train.lora needs PEFT, which is not installed"
         raise UserError(problem, key="train.lora", remedy="pip install peft") from None
     targets, parameters = lora.targets, []
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # PEFT calls a linear layer for one tensor; Llama 4's router is one that returns two.
+    others = [name for name, module in linears.items() if type(module).forward is not nn.Linear.forward]
     if not isinstance(targets, str):
+        others = []
         # Experts are parameters of their module, which PEFT is told apart from linears.
         experts = {_last(name) for name in names_of_experts(model)}
-        linears = {_last(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        names = {_last(name) for name in linears}
         parameters = [target for target in targets if _last(target) in experts]
-        targets = [target for target in targets if target not in parameters or _last(target) in linears]
+        targets = [target for target in targets if target not in parameters or _last(target) in names]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=targets,
         target_parameters=parameters,
+        exclude_modules=others or None,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         task_type="CAUSAL_LM",

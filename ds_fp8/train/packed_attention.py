@@ -33,6 +33,7 @@ from transformers.masking_utils import (
 )
 
 from ds_fp8.layers.attention import documents
+from ds_fp8.layers.attention.format import CHANGES_SCORES
 
 NAME = "packed"
 LARGEST_HEAD = 256  # Features of a head up to which the variable-length kernel works
@@ -141,7 +142,12 @@ def packed_attention(
     """Return the output [B, S, heads, D] of queries [B, heads, S, D] and keys and values [B, kv_heads, S, D].
 
     attention_mask: what `packed_mask` returned.
+
+    Raises:
+        ValueError: The model passes what changes scores, such as sinks, which neither kernel computes.
     """
+    if changed := [name for name in CHANGES_SCORES if more.get(name) is not None]:
+        raise ValueError(f'attention "{NAME}" does not compute {changed[0]}')
     if attention_mask is None or attention_mask.ndim != 1:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more

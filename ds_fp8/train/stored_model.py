@@ -149,6 +149,9 @@ def check_trainable(source: ModelSource, config: PretrainedConfig) -> None:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and munit_of(config.model_type) is None:
         problem = f'{source.path} is a "{config.model_type}", for which transformers has no causal language model'
         raise UserError(problem, key=source.key, remedy="give a model that AutoModelForCausalLM loads")
+    if config.is_encoder_decoder:
+        problem = f'{source.path} is a "{config.model_type}", an encoder-decoder: its decoder alone would be trained'
+        raise UserError(problem, key=source.key, remedy="give a model that is a decoder alone")
     quantization = quantization_of(source)
     if forms_of(quantization) is None:
         kind = " ".join(str(quantization[key]) for key in ("quant_method", "quant_algo") if quantization.get(key))

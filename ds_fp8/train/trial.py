@@ -3,13 +3,14 @@
 A stage gives a model rows of several documents, which `position_ids` alone tell apart, and the number that the loss is
 to be divided by. Models may ignore either without a word: where a mask is made without positions, or tokens are mixed
 by a convolution or a state, documents see those before them; where keyword arguments are swallowed, micro-batches are
-averaged with the wrong weights.
+averaged with the wrong weights; encoders see what they are to predict.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -32,40 +33,60 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
         attention: The attention implementation of the stage.
 
     Raises:
-        UserError: The attention cannot be computed "packed", or the loss is not divided by what it is given.
+        UserError: The attention cannot be computed "packed", the loss is not divided by what it is given, or tokens see
+            those behind them.
     """
     attention = "sdpa" if attention == "flex_attention" else attention  # the same masks, and nothing to compile
-    name = config.model_type
-    try:
-        model = _copy(config, attention)
-        name = type(model).__name__
-        ignores = not {"num_items_in_batch", "kwargs"} & set(inspect.signature(model.forward).parameters)
-        if not ignores:
-            row, other = _rows()
-            (loss, logits), (half, _), (_, behind_another) = (
-                _forward(model, row),
-                _forward(model, row, items=2),
-                _forward(model, other),
-            )
-            ignores = not torch.allclose(loss, 2 * half, rtol=TOLERANCE)
-    except Exception as error:  # each model class fails in its own way
-        if attention == packed_attention.NAME and _works(config, "eager"):
-            raise UserError(
-                f'attention "packed" cannot be computed in {name}',
-                key="model.attn_implementation",
-                remedy='"attn_implementation": "eager"',
-            ) from None
-        logger.info("note: rows of several documents could not be tried with %s: %s", name, first_paragraph(error))
-        return
-    if ignores:
+    found = _try(config, attention)
+    name = found.name
+    if attention == packed_attention.NAME and not found.causal and _try(config, "eager").causal:
+        raise UserError(
+            f'attention "packed" cannot be computed in {name}: {found.failure or "it would have no causal mask"}',
+            key="model.attn_implementation",
+            remedy='"attn_implementation": "eager"',
+        )
+    if found.failure is not None:
+        logger.info("note: rows of several documents could not be tried with %s: %s", name, found.failure)
+    elif found.ignores_items:
         raise UserError(
             f"{name} does not divide its loss by num_items_in_batch, so it cannot be averaged per token over ranks and "
             "micro-batches",
             key="model",
             remedy="use a causal language model of transformers that passes keyword arguments to its loss",
         )
-    if (logits - behind_another).norm() > TOLERANCE * logits.norm():
+    elif not found.causal:
+        raise UserError(
+            f"{name} is an encoder: tokens see those behind them, which they are to predict",
+            key="model",
+            remedy='give a causal language model; some encoders are one with "is_decoder": true in their configuration',
+        )
+    elif found.sees_before:
         logger.warning("note: documents of a row see those before them: %s does not tell them apart by positions", name)
+
+
+class _Found(NamedTuple):
+    name: str  # of the class, where it could be built
+    failure: str | None = None
+    ignores_items: bool = False
+    causal: bool = False
+    sees_before: bool = False  # a document sees that before it
+
+
+def _try(config: PretrainedConfig, attention: str) -> _Found:
+    name = config.model_type
+    try:
+        model = _copy(config, attention)
+        name = type(model).__name__
+        if not {"num_items_in_batch", "kwargs"} & set(inspect.signature(model.forward).parameters):
+            return _Found(name, ignores_items=True, causal=True)
+        row, first_changed, last_changed = _rows()
+        (loss, logits), (half, _) = _forward(model, row), _forward(model, row, items=2)
+        ignores = not torch.allclose(loss, 2 * half, rtol=TOLERANCE)
+        sees_before = _differ(logits, _forward(model, first_changed)[1], slice(LENGTH, None))
+        sees_behind = _differ(logits, _forward(model, last_changed)[1], slice(LENGTH))
+        return _Found(name, None, ignores, not sees_behind, sees_before)
+    except Exception as error:  # each model class fails in its own way
+        return _Found(name, first_paragraph(error))
 
 
 def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
@@ -75,11 +96,11 @@ def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
     for key, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == layers:  # a kind for each layer
             setattr(text, key, value[:LAYERS])
-        if key in ("intermediate_size", "moe_intermediate_size") and not hasattr(text, "conv_kernel"):
+        elif key in ("intermediate_size", "moe_intermediate_size") and not hasattr(text, "conv_kernel"):
             # Of an MLP, which mixes no tokens and is most of a layer; beside convolutions it is the width of a state.
             setattr(text, key, min(value, WIDTH))
         if key.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
-            setattr(text, key, None)
+            setattr(text, key, 0)  # which no row has
     text.num_hidden_layers, text.vocab_size = min(layers, LAYERS), VOCABULARY
     if hasattr(text, "output_router_logits"):
         text.output_router_logits = False  # another loss beside that of the labels
@@ -91,25 +112,21 @@ def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
 
 
-def _rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two rows of two documents, of which only the first ones differ, [1, 2 * LENGTH]."""
+def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rows of two documents [1, 2 * LENGTH]: one, one with another first and one with another last document."""
     generator = torch.Generator().manual_seed(0)
-    document, one, other = torch.randint(3, VOCABULARY, (3, 1, LENGTH), generator=generator)
-    return torch.cat([one, document], 1), torch.cat([other, document], 1)
+    one, document, other = torch.randint(3, VOCABULARY, (3, 1, LENGTH), generator=generator)
+    return torch.cat([one, document], 1), torch.cat([other, document], 1), torch.cat([one, other], 1)
+
+
+def _differ(logits: torch.Tensor, others: torch.Tensor, part: slice) -> bool:
+    return bool((logits - others)[:, part].norm() > TOLERANCE * logits[:, part].norm())
 
 
 @torch.no_grad()
 def _forward(model: torch.nn.Module, tokens: torch.Tensor, items: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss, and the logits of the second document."""
+    """Return the loss, and the logits of all tokens."""
     positions = torch.arange(LENGTH).repeat(2)[None]
     given = {"input_ids": tokens, "labels": tokens, "position_ids": positions, "use_cache": False}
     output = model(**given, num_items_in_batch=torch.tensor(float(items)))
-    return output.loss, output.logits[:, LENGTH:]
-
-
-def _works(config: PretrainedConfig, attention: str) -> bool:
-    try:
-        _forward(_copy(config, attention), _rows()[0])
-    except Exception:
-        return False
-    return True
+    return output.loss, output.logits

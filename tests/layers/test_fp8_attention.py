@@ -244,6 +244,7 @@ def test_packed_rows_are_in_fp8_where_they_hold_one_document():
     [
         ("qwen2", {"attention_dropout": 0.1}, "dropout"),
         ("gemma2", {}, "caps its scores"),
+        ("deepseek_v32", {"num_key_value_heads": 4, "index_head_dim": 64}, "indexer"),
         ("qwen2", {"attn_implementation": "eager"}, '"eager"'),
         ("mamba", {}, "none calls transformers' attention functions"),
     ],

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from architectures import tiny_config
 from peft import LoraConfig, inject_adapter_in_model
+from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
 
 import ds_fp8

@@ -6,6 +6,7 @@ import torch
 from ds_fp8.layers.experts.adapters import wraps_parameter
 from ds_fp8.train import Lora
 from ds_fp8.train.adapters import add_adapters, with_adapters_merged
+from tests.layers.hugging_face import causal_lm, tokens
 from tests.layers.moe import mixture
 from tests.numerics import error
 
@@ -34,3 +35,10 @@ def test_adapters_are_where_the_stage_puts_them_and_merge(case):
     before, wanted = (one(input_ids=ids, use_cache=False).logits for one in (plain, model))
     plain.load_state_dict(with_adapters_merged(model, model.state_dict()))
     assert error(plain(input_ids=ids, use_cache=False).logits, wanted) < 1e-4 < error(before, wanted)
+
+
+def test_a_linear_layer_with_two_results_has_no_adapter():
+    model = causal_lm("llama4_text", torch.float32, num_local_experts=2, num_hidden_layers=1, intermediate_size_mlp=64)
+    add_adapters(model, Lora(r=4, targets="all-linear"))
+    assert "lora_A" in dict(model.named_modules())["model.layers.0.self_attn.q_proj"]._modules
+    assert model(input_ids=tokens(), use_cache=False).logits.isfinite().all()

@@ -160,7 +160,7 @@ SIZES = {
         *[("llama", attention, False) for attention in ("packed", "sdpa", "eager", "flex_attention")],
         ("gemma3_text", "packed", False),
         ("opt", "packed", True),  # takes no positions
-        ("gpt_oss", "packed", True),  # makes its mask without them
+        ("gpt_oss", "eager", True),  # makes its mask without them
         ("mamba", "packed", True),  # mixes tokens by a state
         ("falcon", "eager", True),
     ],
@@ -186,7 +186,11 @@ def test_a_trial_changes_nothing():
     ("architecture", "key", "words"),
     [
         ("falcon", "model.attn_implementation", '"eager"'),
+        ("bloom", "model.attn_implementation", '"eager"'),  # would compute without a mask
+        ("gpt_oss", "model.attn_implementation", "does not compute s_aux"),
+        ("gemma2", "model.attn_implementation", "does not compute softcap"),
         ("bart", "model", "does not divide its loss by num_items_in_batch"),  # computes its loss by itself
+        ("bert", "model", "tokens see those behind them"),
     ],
 )
 def test_models_that_a_stage_cannot_train_are_refused(architecture, key, words):

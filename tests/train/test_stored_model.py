@@ -125,6 +125,11 @@ DAMAGES = {  # what is done to a folder, and words of the error
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "unknown class": (lambda folder: config_with(folder, {"model_type": "never_heard_of"}), "never_heard_of"),
     "code of its own": (code_of_its_own, "code from a model folder is not run"),
+    "encoder-decoder": (
+        lambda folder: config_with(folder, {"model_type": "bart"}),
+        "its decoder alone",
+    ),
+    "speech": (lambda folder: config_with(folder, {"model_type": "whisper"}), "its decoder alone"),
     "no language model": (lambda folder: config_with(folder, {"model_type": "vit"}), "no causal language model"),
 }
 

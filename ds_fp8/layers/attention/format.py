@@ -55,7 +55,9 @@ KNOWN = ("sdpa", "packed")  # implementations whose mask is None, or the ends of
 KEY, BF16 = "fp8.attention.format", '"attention": {"format": "bf16"}'
 _ONLY_LONG = "fp8_attention_only_of_long_rows"  # attribute of an attention module: AttentionFormat.only_long
 # Arguments of attention functions that the kernels do not support.
-CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "head_mask")
+CHANGES_SCORES = ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_indices")
+
+INDEXER = "its indexer selects keys by a mask for sdpa alone"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def use_fp8_attention(model: nn.Module, only_long: bool = False) -> AttentionFor
     modules = {name: module for name, module in model.named_modules() if is_attention(module)}
     left = {name: why for name, module in modules.items() if (why := _unsupported(module, emulated)) is not None}
     layers = [name for name in modules if name not in left]
-    if not layers:
+    if not layers or INDEXER in left.values():  # such a layer asks the shared configuration for the implementation
         reasons = "; ".join(dict.fromkeys(left.values())) or "none calls transformers' attention functions"
         raise UserError(f"no attention module of this model can run in FP8: {reasons}", key=KEY, remedy=BF16)
     implementations = {modules[name].config._attn_implementation for name in layers}
@@ -136,6 +138,7 @@ def _unsupported(module: nn.Module, emulated: bool) -> str | None:
     head_dim = getattr(module, "head_dim", None)
     sizes = f"{head_dim or 'several numbers of'} features, and cuDNN on Hopper supports {cudnn.HEAD_DIM}"
     reasons = {
+        INDEXER: getattr(module, "indexer", None) is not None,  # first: it counts for the model
         "it is not causal": not module.is_causal,
         f"its heads have {sizes}": not emulated and head_dim != cudnn.HEAD_DIM,
         "it has dropout": getattr(module, "attention_dropout", 0.0),

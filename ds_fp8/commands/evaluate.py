@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from ds_fp8.commands.arguments import (
     add_stage,
     check_file,
     count,
-    count_or_none,
     load_deepspeed,
     parser_of,
     read_stage,
@@ -53,7 +53,7 @@ def main() -> int:
     add_stage(parser)
     parser.add_argument("--batches", type=count, help="validation batches (default train.eval_batches)")
     parser.add_argument("--gpus", type=count, help="ranks of the run (default: what the stage's batch fixes, or 1)")
-    parser.add_argument("--problems", type=count_or_none, default=100,
+    parser.add_argument("--problems", type=partial(count, least=0), default=100,
                         help="held-out problems to answer, if the data has answers (default 100)")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--json", action="store_true", help="print JSON")

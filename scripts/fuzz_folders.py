@@ -24,7 +24,7 @@ OPTIONS = {
     "train": ("--gpus", "--set", "--hostfile", "--max-restarts", "--launcher-options", "--local_rank"),
     "estimate": ("--gpus", "--memory", "--set", "--json"),
     "sweep": ("--sweep", "--grid", "--set", "--gpus", "--steps", "--timeout", "--memory"),
-    "parity": ("--steps", "--seeds", "--gpus", "--out", "--tolerance", "--more", "--set", "--grid", "--sweep"),
+    "parity": ("--steps", "--seeds", "--gpus", "--out", "--tolerance", "--set", "--grid", "--sweep"),
     "export": ("--format", "--model", "--deepspeed_config", "--force"),
     "evaluate": ("--batches", "--gpus", "--problems", "--limit", "--out", "--json", "--set"),
     "report": ("--title", "--out"),

@@ -81,14 +81,3 @@ def test_only_one_folder_imports_what_deepspeed_does_not_document():
         ):
             found[name] = names
     assert found == {}
-
-
-def test_packages_that_need_nothing_of_research_do_not_import_it():
-    """All in one interpreter, which ends at the first that does."""
-    packages = ["ds_fp8.memory.estimate", "ds_fp8.export", "ds_fp8.train.model", "ds_fp8.commands.evaluate"]
-    program = (
-        "import importlib, sys\nfor package in sys.argv[1:]:\n    importlib.import_module(package)\n"
-        "    assert not [name for name in sys.modules if name.startswith('ds_fp8.research')], package"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *packages], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

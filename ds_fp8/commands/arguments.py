@@ -143,11 +143,6 @@ def count(text: str, least: int = 1) -> int:
     return number
 
 
-def count_or_none(text: str) -> int:
-    """Return the whole number of at least 0 that `text` is; else argparse shows the error."""
-    return count(text, 0)
-
-
 def amount(text: str) -> float:
     """Return the finite number above 0 that `text` is; else argparse shows the error."""
     try:

@@ -2,6 +2,7 @@
 
 ds-fp8 estimate infir2_1.5b/cpt.json --gpus 8 --gpu h100
 ds-fp8 estimate MODEL --gpus 8 --gpu h100 --lora 16     as `ds-fp8 train MODEL DATA`, with micro-batches of 8,192 tokens
+ds-fp8 estimate --fits [--gpu h200]     which models fit 1 to 8 GPUs, as tables
 
 MODEL is a folder with config.json, or a name on the hub. BF16 has the stage's recomputation, and once the loss that the
 stage has with FP8, without logits as Liger's, once its own. With --gpu or --memory it says whether the stage fits, and
@@ -28,6 +29,7 @@ from ds_fp8.commands.arguments import (
     say,
     stage_file,
 )
+from ds_fp8.commands.fits import print_fits
 from ds_fp8.commands.new_stage import LONGEST, MICRO_BATCH, MICRO_TOKENS, TRAIN_BATCH, defaults, look_for_network
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import apply_override, model_of_run
@@ -39,7 +41,7 @@ STAGE = "as configured"
 def main() -> int:
     parser = parser_of(__doc__)
     add_stage(parser)
-    parser.add_argument("--gpus", type=count, default=1, help="data-parallel ranks (default 1)")
+    parser.add_argument("--gpus", type=count, help="data-parallel ranks (default 1)")
     parser.add_argument(
         "--gpu", metavar="NAME", help="the kind of GPU: h100, h200, b200, l40s, ... (an unknown name lists all)"
     )
@@ -47,7 +49,11 @@ def main() -> int:
     parser.add_argument("--lora", type=count, metavar="R", help="of a MODEL: adapters of this rank are trained")
     parser.add_argument("--seq", type=count, metavar="TOKENS", help="of a MODEL: tokens of a row (default 4096)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.add_argument("--fits", action="store_true", help="alone or with --gpu: print what fits, as Markdown")
     arguments = parser.parse_args()
+    if arguments.fits:
+        return print_fits(arguments)
+    arguments.gpus = arguments.gpus or 1
     if arguments.gpu is not None and arguments.memory is not None:
         raise UserError("--gpu and --memory exclude each other", key="--memory", remedy="give one")
     model = _model_of(arguments)

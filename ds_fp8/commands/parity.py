@@ -5,11 +5,6 @@ final validation losses. The verdict is one of: as good, undecided (always below
 no failure), worse. Leaves parity.json and report.html in --out. Run it again and it continues where it stopped. The
 exit code is 1 where FP8 is worse, else 0.
 
-    --more 0.1 --evaluations 32       what FP8 needs to BF16's final loss: steps, and seconds on the same GPUs
-
-An FP8 run that ends above BF16 is made again with 10% more steps, the schedule stretched over them, and losses along
-the runs are compared by the weights in BF16, too.
-
     --grid fp8.preset=infir2,hybrid_fast,coat     every value against BF16; or every combination, or a --sweep FILE
     --grid optimizer.params.lr=5e-5,1e-4,2e-4     how robust is it?
 
@@ -18,9 +13,7 @@ BF16 runs are shared by points where they are the same. Of every point the page 
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +22,6 @@ from ds_fp8.commands.arguments import (
     add_grid,
     add_out,
     add_stage,
-    amount,
     count,
     load_deepspeed,
     parser_of,
@@ -50,7 +42,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=count, default=1, help="seeds, from train.seed upwards (default 1)")
     parser.add_argument("--gpus", "--ranks", type=count, help="ranks of every run (default: the GPUs; without GPUs 1)")
     parser.add_argument("--evaluations", type=count, default=10, help="evaluations along every run (default 10)")
-    parser.add_argument("--more", type=amount, metavar="SHARE", help="more steps of FP8, to BF16's final loss")
     parser.add_argument("--tolerance", type=share, help="relative gap that is allowed (default 0.0025)")
     add_out(parser, "runs/parity")
     add_grid(parser)
@@ -70,35 +61,16 @@ def main() -> int:
     stages = {point: load_stage(file, [*arguments.set, *changes], ranks) for point, changes in points.items()}
     pairs = compare.pairs_of(points, range(stage.train.seed, stage.train.seed + arguments.seeds))
     stages = {point: _with_length(stage) for point, stage in stages.items()}
-    along = ["train.eval_bf16=true"] if arguments.more else []
     changes = {
         str(run): [*arguments.set,
-                   *compare.changes_of(stages[pair[0].point], run, arguments.steps, arguments.evaluations, out), *along]
+                   *compare.changes_of(stages[pair[0].point], run, arguments.steps, arguments.evaluations, out)]
         for pair in pairs for run in pair
     }  # fmt: skip
-    train, say = partial(train_once, file, ranks), partial(print, flush=True)
-    compare.train_all(changes, file, ranks, train, say)
-    if arguments.more:
-        steps = math.ceil(arguments.steps * (1 + arguments.more))
-        changes = {
-            str(run): [*arguments.set, *compare.changes_of(stages[run.point], run, steps, 1, out)]
-            for run in compare.longer_runs(out, pairs)
-        }
-        compare.train_all(changes, file, ranks, train, say)
+    compare.train_all(changes, file, ranks, partial(train_once, file, ranks), partial(print, flush=True))
     found, title = compare.comparisons_in(out, pairs), f"FP8 against BF16, {file.parent.name}/{file.name}"
-    figures, page, verdict = compare.write_parity(
-        found, out, title, arguments.tolerance or TOLERANCE, more=bool(arguments.more)
-    )
-    if arguments.more:
-        columns, rows = compare.table_to_loss(found)
-        _print(compare.REACHED, [columns, *rows])
+    figures, page, verdict = compare.write_parity(found, out, title, arguments.tolerance or TOLERANCE)
     print(f"\n{verdict}\nfigures: {figures}\nreport:  {page}")
     return int(verdict.word == "worse")
-
-
-def _print(caption: str, cells: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print("", caption, "", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells), sep="\n")
 
 
 def _with_length(stage: Stage) -> Stage:

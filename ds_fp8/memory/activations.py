@@ -108,6 +108,7 @@ def _recorded(model: ModelShape, layer: LayerShape, tokens: int, how: Attention,
         raise UserError(problem, key="model", remedy="measure it: ds-fp8 sweep") from error
 
 
+@functools.cache
 def _groups_heads(attention: str) -> bool:
     """Return whether an attention implementation reads one k and v for several heads of q in packed rows."""
     if attention == "packed":

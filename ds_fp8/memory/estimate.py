@@ -211,11 +211,10 @@ def _passes(w: Workload, lasting: Counter[str]) -> Iterator[Phase]:
     layers = w.model.layers
     # The first layer's input is counted with that layer, the last one's output with the final norm.
     kept = [activations.kept(layer, w) for layer in layers]
-    waiting, present = activations.input_on_device(w), sum(kept)
+    waiting, present, inputs = activations.input_on_device(w), sum(kept), activations.inputs(w)
 
     def phase(name: str, parts: dict[str, int]) -> Phase:
-        amounts = {ACTIVATIONS: present + waiting, INPUTS: activations.inputs(w)}
-        return Phase(name, dict(lasting + Counter(amounts) + Counter(parts)))
+        return Phase(name, dict(lasting + Counter({ACTIVATIONS: present + waiting, INPUTS: inputs}) + Counter(parts)))
 
     head = {GATHERED: states.gathered_at_the_loss(w), LOSS: activations.loss(w)}
     yield phase("the loss", {ACTIVATIONS: activations.final_norm(w), **head})

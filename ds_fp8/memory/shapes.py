@@ -8,6 +8,7 @@ loss does without logits. The converted model stays: activations.py runs its lay
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +112,7 @@ class LayerShape:
     module: nn.Module  # On the meta device, converted
     parameters: tuple[ParameterShape, ...]
 
-    @property
+    @functools.cached_property
     def attention(self) -> nn.Module | None:
         """Return its attention with q, k, v and o_proj."""
         found = getattr(self.module, "self_attn", None)
@@ -119,7 +120,7 @@ class LayerShape:
         linear = all(isinstance(base_of(getattr(found, name, None)), nn.Linear) for name in names)
         return found if linear and hasattr(found, "head_dim") else None
 
-    @property
+    @functools.cached_property
     def has_experts(self) -> bool:
         return any(isinstance(module, FP8Experts) for module in self.module.modules())
 

@@ -223,7 +223,6 @@ class Sweep:
             with suppress(json.JSONDecodeError):  # cut off by a kill: that point runs again
                 record = json.loads(line)
                 by_key[record["key"]] = record
-                record["status"] = OK if record["status"] == "ok" else record["status"]  # as written before 2026-11-28
         return [by_key[key] for key in map(self._key, points) if key in by_key]
 
     def _measure(self, point: Point) -> None:

@@ -21,9 +21,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pydantic import Field
@@ -36,8 +35,6 @@ from ds_fp8.report.runs import BF16, FP8, KINDS, Comparison, RunRecord
 from ds_fp8.report.verdict import (
     LOSSES,
     TOLERANCE,
-    TRAINED,
-    WEIGHTS,
     Points,
     Verdict,
     best_of,
@@ -48,13 +45,11 @@ from ds_fp8.report.verdict import (
     runs,
     seed_noise,
 )
-from ds_fp8.train.metrics import BF16_LOSS
-from ds_fp8.train.run_folder import CONFIG, RESULT
+from ds_fp8.train.run_folder import CONFIG
 from ds_fp8.train.stage import Stage, load_stage
 
 MOST_POINTS, GPUS = 200, "gpus"
 JSON = "parity.json"
-LONGER = "fp8_longer"  # Folder of the FP8 runs that were made again, with more steps
 SAVED_ONCE = "leave it out: runs of a comparison are saved at their end alone"
 # Keys that `changes_of` sets whatever a point says, and what to give instead
 SET_HERE = {
@@ -66,11 +61,6 @@ SET_HERE = {
     "train.save_every": SAVED_ONCE,
     "train.keep_best": SAVED_ONCE,
 }
-REACHED = (
-    "DeepSpeed's BF16 trains to its own final validation loss, FP8 until it is there. Each length is a run of its own, "
-    "the schedule stretched over it; between two lengths the loss is taken to fall on a line, and fewer steps than "
-    "BF16's are not tried. Seconds: steps by the median step, without start, evaluation and saving."
-)
 
 
 # ---------------------------------------------------------------- the points of a grid
@@ -213,7 +203,7 @@ def run_each(
 class Run:
     """One run of a comparison."""
 
-    kind: str  # One of KINDS, or LONGER
+    kind: str  # One of KINDS
     seed: int
     point: str = ""
     changes: tuple[str, ...] = ()  # KEY=VALUE of the point
@@ -299,69 +289,8 @@ def comparisons_in(out: Path, pairs: Pairs) -> dict[str, list[Comparison]]:
     records = {run: RunRecord(run.folder(out)) for pair in pairs for run in pair}
     found: dict[str, list[Comparison]] = {}
     for fp8, bf16 in pairs:
-        again = replace(fp8, kind=LONGER).folder(out)
-        longer = RunRecord(again) if (again / RESULT).is_file() else None
-        found.setdefault(fp8.point, []).append(Comparison(f"seed_{fp8.seed}", records[fp8], records[bf16], longer))
+        found.setdefault(fp8.point, []).append(Comparison(f"seed_{fp8.seed}", records[fp8], records[bf16]))
     return found
-
-
-def longer_runs(out: Path, pairs: Pairs) -> list[Run]:
-    """Return the runs to make again with more steps: FP8 runs that ended above their BF16 run, by either loss."""
-    found = [each for some in comparisons_in(out, pairs).values() for each in some]
-    above = [any((each.gap(key) or 0) > 0 for key in LOSSES) for each in found]
-    return [replace(fp8, kind=LONGER) for (fp8, _), again in zip(pairs, above, strict=True) if again]
-
-
-def steps_to_loss(each: Comparison, key: str = TRAINED) -> float | None:
-    """Return the steps in which FP8 has BF16's final loss, as REACHED says; None where it has not got there."""
-    goal, short, longer = each.other.result[key], each.run.result, (each.longer or each.run).result
-    if goal is None or short[key] is None:
-        return None
-    if short[key] <= goal:
-        return short["steps"]
-    if longer[key] is None or longer[key] > goal:
-        return None
-    share = (short[key] - goal) / (short[key] - longer[key])
-    return short["steps"] + share * (longer["steps"] - short["steps"])
-
-
-def to_loss(found: Sequence[Comparison], key: str = TRAINED) -> dict[str, Any]:
-    """Return the figures on the way to BF16's final loss, over the seeds; None where one does not get there."""
-    needed = [steps_to_loss(each, key) for each in found]
-    steps, ours = None if None in needed else fmean(needed), fmean(each.run.result["step_seconds"] for each in found)
-    bf16_steps, theirs = found[0].other.result["steps"], fmean(each.other.result["step_seconds"] for each in found)
-    along = {TRAINED: "validation_loss", WEIGHTS: BF16_LOSS}[key]
-    gaps = [gap for each in found for gap in each.gaps(along, first=1)[1]]
-    return {
-        "steps_by_seed": needed,
-        "steps_tried": max((each.longer or each.run).result["steps"] for each in found),
-        "steps": steps,
-        "steps_ratio": steps and steps / bf16_steps,
-        "step_seconds": ours,
-        "seconds": steps and steps * ours,
-        "seconds_ratio": steps and steps * ours / (bf16_steps * theirs),
-        "gap_along": fmean(gaps) if gaps else None,
-    }
-
-
-def table_to_loss(points: Points) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows: one for DeepSpeed's BF16, two for each point, by its losses as trained and in BF16."""
-    rows = []
-    for point, found in points.items():
-        bf16 = [Comparison(each.name, each.other, each.other) for each in found]
-        for name, losses, some, key in (
-            ("DeepSpeed's BF16", "", bf16, TRAINED),
-            (point or "FP8", "as trained", found, TRAINED),
-            (point or "FP8", "in BF16", found, WEIGHTS),
-        ):
-            way = to_loss(some, key)
-            steps = f"not within {way['steps_tried']:,} ({way['steps_by_seed'].count(None)} of {len(some)} seeds)"
-            row = [name, losses, page.number(way["steps"], "{:.0f}") if way["steps"] else steps]
-            row += [page.number(way["steps_ratio"], "{:.3f}"), page.number(way["step_seconds"], "{:.1f}", 1e-3)]
-            row += [page.number(way["seconds"], "{:.1f}"), page.number(way["seconds_ratio"], "{:.3f}")]
-            row.append(page.number(way["gap_along"], "{:+.3%}"))
-            rows += [row] if row not in rows else []
-    return ["run", "losses", "steps", "/ BF16", "ms a step", "seconds", "/ BF16", "mean gap along"], rows
 
 
 def figures_of(points: Points, tolerance: float = TOLERANCE) -> tuple[Verdict, dict[str, Any]]:
@@ -384,16 +313,12 @@ def figures_of(points: Points, tolerance: float = TOLERANCE) -> tuple[Verdict, d
         for key, suffix in zip(LOSSES, ("", "_bf16"), strict=True):
             mean = mean_gap(found, key)
             entry |= {f"gap{suffix}": mean and mean.mean, f"gap_standard_error{suffix}": mean and mean.error}
-            entry[f"to_bf16_loss{suffix}"] = to_loss(found, key)
     first = next(iter(points.values()))[0].run.result
     shared = {key: first.get(key) for key in ("steps", "device", "versions", "made")}
     return verdict, {**verdict.as_json(), "tolerance": tolerance, **shared, "points": figures}
 
 
-def write_parity(
-    points: Points, out: Path, title: str, tolerance: float = TOLERANCE, *, more: bool = False
-) -> tuple[Path, Path, Verdict]:
-    """Write parity.json and report.html; with `more` also what FP8 needs to BF16's final loss."""
+def write_parity(points: Points, out: Path, title: str, tolerance: float = TOLERANCE) -> tuple[Path, Path, Verdict]:
+    """Write parity.json and report.html."""
     verdict, figures = figures_of(points, tolerance)
-    tables = [page.table(*table_to_loss(points), REACHED)] if more else []
-    return *page.write(out, JSON, figures, page.page(points, verdict, title, tolerance, tables)), verdict
+    return *page.write(out, JSON, figures, page.page(points, verdict, title, tolerance)), verdict

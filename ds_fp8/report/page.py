@@ -147,8 +147,8 @@ def pair_figures(pair: Comparison) -> dict[str, Any]:
 # ---------------------------------------------------------------- the page
 
 
-def page(points: Points, verdict: Verdict, title: str, tolerance: float = TOLERANCE, more: Sequence[Html] = ()) -> str:
-    """Return a page: verdict, one table over everything, `more` tables, then charts and each stage or seed.
+def page(points: Points, verdict: Verdict, title: str, tolerance: float = TOLERANCE) -> str:
+    """Return a page: verdict, one table over everything, then charts and each stage or seed.
 
     Of a grid of several seeds or points the table and its chart alone.
     """
@@ -167,7 +167,6 @@ def page(points: Points, verdict: Verdict, title: str, tolerance: float = TOLERA
         tag("h1", title),
         tag("p", tag("b", verdict.word), line.removeprefix(verdict.word), class_=f"verdict {kind}"),
         _overview(points, grid) if pairs[0].other else None,
-        list(more),
         [tag("p", line, class_="muted") for line in rest],
         tag("p", EMULATED, class_="note") if pairs[0].run.result["device"] == "cpu" else None,
         _facts(pairs),

@@ -103,7 +103,6 @@ class Comparison:
     name: str  # Name of the stage or the seed
     run: RunRecord
     other: RunRecord | None = None  # The BF16 run of `run`, or any other
-    longer: RunRecord | None = None  # The run again, with more steps
 
     @property
     def columns(self) -> dict[str, RunRecord]:

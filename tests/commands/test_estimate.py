@@ -49,7 +49,8 @@ def test_a_folder_takes_what_the_stage_of_train_does(model, capsys):
 
 
 def test_a_known_name_needs_no_network(capsys):
-    found = figures(capsys, "Qwen/Qwen3-30B-A3B", "--lora", "16")
+    assert main(["estimate", "Qwen/Qwen3-30B-A3B", "--lora", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["as configured"]["parameters"] == pytest.approx(31.5e9, rel=0.01)  # of which 1.0e9 are adapters
     assert found["BF16, fused loss"]["peak_bytes"] > found["as configured"]["peak_bytes"], "adapters on experts, too"
 

@@ -65,7 +65,7 @@ def _loads(folder):
     return model
 
 
-def test_a_model_and_chats_alone_are_trained_on_two_ranks(models, capfd, tmp_path):
+def test_a_model_and_chats_alone_are_trained_on_two_ranks(models, forked_ranks, capfd, tmp_path):
     data = _write("sums.jsonl", ALPACA)
     assert main(["train", f"{models}/chat", data, "--gpus", "2", "--set", "train.steps=2"]) == 0
     said = capfd.readouterr().out
@@ -90,7 +90,7 @@ def test_a_model_and_chats_alone_are_trained_on_two_ranks(models, capfd, tmp_pat
     assert not torch.equal(trained.get_parameter(name), before.get_parameter(name))
 
 
-def test_adapters_are_trained_resumed_by_the_same_command_and_asked(models, capfd, tmp_path):
+def test_adapters_are_trained_resumed_by_the_same_command_and_asked(models, forked_ranks, capfd, tmp_path):
     command = ["train", f"{models}/chat", CHATS["path"], "--gpus", "1", "--lora", "4", "--out", "run"]
     assert main([*command, "--set", "train.steps=1"]) == 0
     assert "adapters of rank 4" in capfd.readouterr().out

@@ -44,6 +44,14 @@ MODELS = {
 EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 
+def of_equal_layers(raw: dict[str, Any], **more: Any) -> Workload:
+    """Read the workload of a model whose layers are all equal: one is built."""
+    config = raw["model"]["config"]
+    one = {**raw, "model": {**raw["model"], "config": {**config, "num_hidden_layers": 1}}}
+    w = read_workload(one, **more)
+    return replace(w, model=replace(w.model, layers=w.model.layers * config["num_hidden_layers"]))
+
+
 class Step(NamedTuple):
     """A row of scripts/bench/step.py."""
 
@@ -71,7 +79,7 @@ class Step(NamedTuple):
         train: dict[str, Any] = {"run_dir": "run", "steps": 3}
         if self.lora:
             train["lora"] = {"r": self.lora, "targets": EXPERTS if self.model == "a3b" else "all-linear"}
-        return read_workload(
+        return of_equal_layers(
             {
                 "train_micro_batch_size_per_gpu": self.rows,
                 "gradient_accumulation_steps": 1,
@@ -95,7 +103,7 @@ TILED = {**FP8_ATTENTION, "activations": {"keep_attention": True, "mlp_tile_toke
 _SHARED = {"moments": "coat", "gpus": 2, "shared": 2}
 OFF = {"enabled": False}
 
-# 2026-11-23 to 2026-11-27
+# 2026-11-23 to 2026-11-28
 STEPS = {
     "7B": Step(59.6, "7b", 8192, moments="coat", gpus=2),
     "7B, precise": Step(59.8, "7b", 8192, "precise", moments="coat", gpus=2),
@@ -120,6 +128,8 @@ STEPS = {
     "7B, 14 layers, 131,072 shared, FP8 attention": Step(
         45.7, "7b", 131072, **_SHARED, layers=14, recompute=True, more=FP8_ATTENTION, error=0.05
     ),
+    "7B, precise, FP32 moments": Step(80.8, "7b", 8192, "precise", gpus=2),
+    "32B, compact": Step(116, "32b", 4096, moments="compact", gpus=2, recompute=True, gradients="bf16"),
     "8B, compact": Step(61.2, "8b", 8192, moments="compact", recompute=True, gradients="bf16"),
     "7B, adapters": Step(25.6, "7b", 4096, rows=2, lora=16),
     "7B, adapters, two GPUs": Step(22.1, "7b", 4096, rows=2, lora=16, gpus=2),
@@ -145,6 +155,6 @@ def levels() -> dict[str, tuple[float, Workload]]:
             applied = point.applied(raw)
             applied["train_micro_batch_size_per_gpu"] = rows
             applied["model"]["attn_implementation"] = "sdpa"
-            w = read_workload(applied, gpus=gpus, sequence_length=8192)
+            w = of_equal_layers(applied, gpus=gpus, sequence_length=8192)
             found[f"{shape}, {point.name}"] = (LEVELS[point.name][column], replace(w, own_optimizer=False))
     return found

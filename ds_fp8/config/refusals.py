@@ -239,7 +239,7 @@ TABLE: list[Row] = [Row(*row) for row in (
      f'"{_ZERO}": {{{{"stage": 3}}}}, and no "data_parallel_size"'),
     (SHARED, lambda c: c.train.eval_bf16, "train.eval_bf16",
      "a rank alone evaluates in BF16 along a run, and here ranks share sequences",
-     "remove it; no --more in ds-fp8 parity"),
+     "remove it"),
     ("Stage", lambda c: "scheduler" in c.raw, "scheduler",
      "the learning-rate schedule belongs to the stage", "set train.schedule"),
     *(("Stage", lambda c, key=key: key in c.raw and _is_on(c.raw[key]), key,

@@ -6,7 +6,7 @@ import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed looks for one
 
-# deepspeed.initialize imports these, for a second and more of every rank, and tests the models.
+# Those of DeepSpeed its initialize imports, which takes a second; the models are those of most tests.
 for name in (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",

@@ -13,40 +13,28 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).parent.parent
-# Those that launch kernels, all but the ones in ranks of their own; one called in an assertion is not seen
-TESTS = {
-    "casts/test_kernels.py": ("both_directions_in_one_pass", "transposed_bytes"),
-    "casts/test_outliers.py": ("kernel_of_inputs_is_its_reference", "kernel_of_weights_is_its_reference"),
-    "gemm/test_grouped.py": ("each_group_has_its_matrix", "each_group_has_the_gradient_over_its_rows"),
-    "monitor/test_statistics.py": ("the_kernel_counts_what_torch_counts", "every_dtype_and_a_strided_matrix"),
-    "layers/test_cross_entropy.py": (
-        "the_kernel_computes_the_softmax_gradient",
-        "the_kernel_casts_the_softmax_gradient",
-    ),
-    "layers/test_expert_layout.py": ("kernels_lay_out_as_the_reference", "kernel_of_casts"),
-    "layers/test_expert_products.py": ("the_kernels_fit_together",),
-    "layers/test_fused_parts.py": (
-        "rms_norm",
-        "gated_activation_forward",
-        "gated_activation_backward",
-        "rotary_embedding",
-        "gated_activation_of_rows_with_factors",
-        "outlier_blocks_of_gated_products",
-    ),
-    "optim/test_kernels.py": ("the_kernel_does_what_torch_does",),
-    "research/test_codecs.py": ("casts_are_the_nearest_of_all_codes",),
-    # A rotation takes seconds to compile, and casts nothing: one of each kernel.
-    "research/test_rotation.py": ("the_kernel_rotates_to_the_same_bits_and_back[1-32-None-dtype1]",),
-    "zero/test_gradient_wire.py": (
-        "the_kernels_send_the_same_bytes_and_sum_alike",
-        "the_kernels_saturate_alike",
-        "sums_and_their_squares",
-    ),
-    "zero/test_master_step.py": ("the_kernel_takes_the_step_of_its_reference",),
-    "zero/test_one_pass.py": ("one_pass_does_what_two_do", "nothing_is_written_where_the_step_is_skipped"),
-    "zero/test_outlier_residuals.py": ("the_kernel_writes_those_of_one_rank",),
-    "zero/test_shard_cast.py": ("the_kernels_cast_the_whole", "both_find_the_same_amax_in_any_source"),
-}
+# Those that launch kernels, all but the ones in ranks of their own; one called in an assertion is not seen. A rotation
+# takes seconds to compile, and casts nothing: one of each kernel.
+TESTS = """
+casts/test_kernels.py both_directions_in_one_pass transposed_bytes
+casts/test_outliers.py kernel_of_inputs_is_its_reference kernel_of_weights_is_its_reference
+gemm/test_grouped.py each_group_has_its_matrix each_group_has_the_gradient_over_its_rows
+monitor/test_statistics.py the_kernel_counts_what_torch_counts every_dtype_and_a_strided_matrix
+layers/test_cross_entropy.py the_kernel_computes_the_softmax_gradient the_kernel_casts_the_softmax_gradient
+layers/test_expert_layout.py kernels_lay_out_as_the_reference kernel_of_casts
+layers/test_expert_products.py the_kernels_fit_together
+layers/test_fused_parts.py rms_norm gated_activation_forward gated_activation_backward rotary_embedding
+layers/test_fused_parts.py gated_activation_of_rows_with_factors outlier_blocks_of_gated_products
+optim/test_kernels.py the_kernel_does_what_torch_does
+research/test_codecs.py casts_are_the_nearest_of_all_codes
+research/test_rotation.py the_kernel_rotates_to_the_same_bits_and_back[1-32-None-dtype1]
+zero/test_gradient_wire.py the_kernels_send_the_same_bytes_and_sum_alike the_kernels_saturate_alike
+zero/test_gradient_wire.py sums_and_their_squares
+zero/test_master_step.py the_kernel_takes_the_step_of_its_reference
+zero/test_one_pass.py one_pass_does_what_two_do nothing_is_written_where_the_step_is_skipped
+zero/test_outlier_residuals.py the_kernel_writes_those_of_one_rank
+zero/test_shard_cast.py the_kernels_cast_the_whole both_find_the_same_amax_in_any_source
+"""
 
 
 STACK_POINTER = r"\[R1\b|LDC R1, c\[|(IADD3|VIADD) R1, R1, |PRMT R\d+, R\d+, 0x[0-3]{1,4}, R1 ;"
@@ -79,7 +67,8 @@ def compiled(tmp_path_factory, request):
     command = [sys.executable, "-O", "-m", "pytest", "-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider"]
     command += ["-p", "tests.compiled", "--compiled", str(folder), "--hypothesis-profile", "compiled"]
     command += ["--variants", str(request.param)]
-    command += [f"tests/{file}::test_{name}" for file, names in TESTS.items() for name in names]
+    for file, *names in map(str.split, TESTS.strip().splitlines()):
+        command += [f"tests/{file}::test_{name}" for name in names]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
     assert ran.returncode in (0, 1), ran.stdout.decode()[-2000:] + ran.stderr.decode()[-2000:]
     return folder

@@ -169,7 +169,6 @@ def test_experts_that_a_folder_has_in_one_tensor_are_named_without_its_ending():
 
 TYPES = {
     "deepseek_v3": "a buffer, and shared experts",
-    "qwen2_moe": "shared experts",
     "granitemoe": "experts in one 3-D tensor",
     "qwen2_5_vl": "names of the language model",
     "gemma4": "buffers of every layer",

@@ -74,6 +74,7 @@ def test_each_group_has_its_matrix(counts, columns, contraction, scale, _, kerne
             y = grouped.grouped_matmul(a, b, groups, out_dtype=dtype)
         assert y.dtype is dtype
         assert_products_of_groups(y, a, b, groups, kernel)
+    assert kernel or grouped.grouped_matmul(a, b, groups).dtype is torch.bfloat16
 
 
 @routes

@@ -133,12 +133,15 @@ def test_every_kind_of_product_is_tried_once(machine):
 
 
 @pytest.mark.parametrize(("capability", "error"), [((10, 0), NOT_HOPPER), ((12, 0), NOT_HOPPER), ((9, 0), OLD_CUBLAS)])
-def test_the_default_preset_is_refused_at_the_start_where_block_products_fail(machine, capability, error):
+def test_the_default_preset_is_refused_at_the_start_where_block_products_fail(machine, capability, error, monkeypatch):
     machine(capability, error)
+    loaded = []
+    monkeypatch.setattr(gemm.registry, "load", lambda: loaded.append("research"))
     with pytest.raises(UserError) as refusal:
         recipe_from_config(FP8Config())
     assert error in refusal.value.problem
     assert "somewhere" not in refusal.value.problem
+    assert loaded  # before its backends are tried
     for backend in ("cublas", "deep_gemm", "mxfp8"):
         assert f"{backend}: " in refusal.value.problem
     assert refusal.value.key == "fp8.linear.backend"

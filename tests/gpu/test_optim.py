@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ds_fp8.optim import AdamW
-from tests.optim.numbers import COAT, gradients
+from tests.optim.numbers import gradients
 from tests.optim.test_adamw import PRECISIONS, moments
-from tests.optim.test_zero import losses
 
 pytestmark = pytest.mark.gpu
 
@@ -124,9 +123,3 @@ def test_grad_scaler():
         optimizer.zero_grad()
     assert optimizer.state[p]["step"] == 2
     assert p.isfinite().all()
-
-
-def test_zero_3_trains(gpu_ranks):
-    expected = gpu_ranks(1, losses, {})[0][0]
-    found, _ = gpu_ranks(1, losses, COAT)[0]
-    assert found == pytest.approx(expected, rel=0.01)

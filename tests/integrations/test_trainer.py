@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer
 
 import ds_fp8
-from ds_fp8.graphs.host_checkpoints import HostCheckpoints
 from tests.integrations.programs import counting, deepspeed_config, history, installed, small_model, training_arguments
 from tests.ranks import on_ranks
 
@@ -67,18 +65,6 @@ def test_losses_equal_a_plain_loops(tmp_path, fp8, reduced_in):
     assert report["fp8_linears"] == 14
     assert (report["param_gather"], report["grad_reduce"]) == ("e4m3", reduced_in)
     assert losses == pytest.approx(plainly_trained(tmp_path, fp8), rel=1e-6)
-
-
-@on_ranks(2)
-def test_deepspeeds_key_keeps_inputs_of_layers_on_the_host(tmp_path):
-    losses, counts = [], []
-    for on_host in (False, True):
-        sections = {"activation_checkpointing": {"cpu_checkpointing": on_host}}
-        with mock.patch.object(HostCheckpoints, "_pack", autospec=True, side_effect=HostCheckpoints._pack) as pack:
-            losses.append(trained(tmp_path, {}, sections, gradient_checkpointing=True)[0])
-        counts.append(pack.call_count)
-    assert losses[0] == losses[1]
-    assert (len(losses[0]), counts) == (STEPS, [0, 2 * STEPS])
 
 
 @on_ranks(2)

@@ -36,9 +36,9 @@ for line in sys.stdin:  # of the test
 order = ours.makefile().readline()
 os._exit(json.loads(order)["end"] if order else 76)
 """
-AT_ONCE = 20
+AT_ONCE = 6
 TOKEN = "secret"
-LIMIT = 2  # Seconds without progress, and of a stop
+LIMIT = 4  # Seconds without progress, and of a stop: more than a busy machine lets a process wait
 
 
 class Job:
@@ -100,7 +100,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def with_job(body: Callable) -> Callable:
@@ -167,7 +167,8 @@ def test_a_flood_of_connections_ends_no_job(job, descriptors):
     job.start(files=descriptors)
     flood = [socket.create_connection(("127.0.0.1", job.port)) for _ in range(300)]
     time.sleep(0.5)
-    assert job.guardians[0].num_fds() <= min(descriptors, 100)
+    # One more: the listener's number, which the job chose, may lie above the limit.
+    assert job.guardians[0].num_fds() <= min(descriptors + 1, 100)
     job.start()
     job.listener.close()
     wait_until(lambda: psutil.CONN_LISTEN not in states(job.guardians[0]))

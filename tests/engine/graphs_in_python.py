@@ -135,10 +135,12 @@ class RecordedPool(GraphPool):
         return graph
 
     def _dry_run(self, make):
+        made = []
         try:
-            super()._dry_run(make)
+            super()._dry_run(lambda: made.append(make()) or made[-1])
         finally:
             self._restore()
+        assert not any(graph._forward._operations for graph in made), "nothing of a dry run is kept"
 
     @contextlib.contextmanager
     def _record(self, graph, pool, stream, capture_error_mode):

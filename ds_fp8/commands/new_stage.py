@@ -97,6 +97,7 @@ def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tu
     from ds_fp8.data.sources import recognise
     from ds_fp8.train.stage import checked_stage
     from ds_fp8.train.stored_model import check_trainable, stored_config, stored_model
+    from ds_fp8.train.trial import attention_for
 
     raw = defaults(arguments.stage, arguments.data, ranks, arguments.lora, arguments.epochs, arguments.out)
     if any(change.startswith("train.steps=") for change in arguments.set):
@@ -110,7 +111,10 @@ def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tu
 
     stage = checked()
     source = stored_model(stage.model.path, None, stage.model.revision)
-    check_trainable(source, stored_config(source))
+    check_trainable(source, config := stored_config(source))
+    if "attn_implementation" not in stage.model.model_fields_set and (attention := attention_for(config)) != "packed":
+        console.print(f'attention "{attention}": a {config.model_type} cannot compute "packed"', markup=False)
+        raw["model"]["attn_implementation"] = attention
     if not {"format", "text_key"} & stage.data.model_fields_set:
         keys, words = recognise(stage.data.path, stage.data.messages_key)
         console.print(f"{stage.data.path}: {words}", markup=False)

@@ -39,7 +39,7 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
     attention = "sdpa" if attention == "flex_attention" else attention  # the same masks, and nothing to compile
     found = _try(config, attention)
     name = found.name
-    if attention == packed_attention.NAME and not found.causal and _try(config, "eager").causal:
+    if attention == packed_attention.NAME and _needs_eager(config, found):
         raise UserError(
             f'attention "packed" cannot be computed in {name}: {found.failure or "it would have no causal mask"}',
             key="model.attn_implementation",
@@ -62,6 +62,11 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
         )
     elif found.sees_before:
         logger.warning("note: documents of a row see those before them: %s does not tell them apart by positions", name)
+
+
+def attention_for(config: PretrainedConfig) -> str:
+    """Return the attention implementation of packed rows: "packed", or "eager" for a model that cannot compute it."""
+    return "eager" if _needs_eager(config, _try(config, packed_attention.NAME)) else packed_attention.NAME
 
 
 class _Found(NamedTuple):
@@ -87,6 +92,10 @@ def _try(config: PretrainedConfig, attention: str) -> _Found:
         return _Found(name, None, ignores, not sees_behind, sees_before)
     except Exception as error:  # each model class fails in its own way
         return _Found(name, first_paragraph(error))
+
+
+def _needs_eager(config: PretrainedConfig, packed: _Found) -> bool:
+    return not packed.causal and _try(config, "eager").causal
 
 
 def _copy(config: PretrainedConfig, attention: str) -> torch.nn.Module:

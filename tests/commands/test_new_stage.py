@@ -121,6 +121,14 @@ def test_what_is_asked_for_is_in_the_stage_that_is_written(models):
     assert stage.global_batch % (2 * stage.micro_batch) == 0
 
 
+def test_a_model_that_cannot_compute_packed_attention_gets_eager(models, capsys):
+    shutil.copytree(models / "chat", "capped")
+    AutoConfig.for_model("gemma2", vocab_size=512, **SIZES).save_pretrained("capped")
+    assert main(["train", "capped", _write("sums.jsonl", ALPACA), "--write", "stage.json"]) == 0
+    assert load_stage("stage.json").model.attn_implementation == "eager"
+    assert 'attention "eager": a gemma2 cannot compute "packed"' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("no_colour", [False, True])
 def test_the_example_shows_what_carries_loss(models, no_colour, monkeypatch):
     assert main(["train", f"{models}/chat", CHATS["path"], "--gpus", "1", "--write", "stage.json"]) == 0

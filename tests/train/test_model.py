@@ -194,8 +194,10 @@ def test_a_trial_changes_nothing():
     ],
 )
 def test_models_that_a_stage_cannot_train_are_refused(architecture, key, words):
+    config = AutoConfig.for_model(architecture, **SIZES)
     with refused(key=key, text=words):
-        trial.check_rows(AutoConfig.for_model(architecture, **SIZES), "packed")
+        trial.check_rows(config, "packed")
+    assert trial.attention_for(config) == ("packed" if key == "model" else "eager")
 
 
 def test_a_model_that_cannot_be_tried_is_said_so(monkeypatch):

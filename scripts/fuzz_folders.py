@@ -26,7 +26,7 @@ OPTIONS = {
     "sweep": ("--sweep", "--grid", "--set", "--gpus", "--steps", "--timeout", "--memory"),
     "parity": ("--steps", "--seeds", "--gpus", "--out", "--tolerance", "--set", "--grid", "--sweep"),
     "export": ("--format", "--model", "--deepspeed_config", "--force"),
-    "evaluate": ("--batches", "--gpus", "--problems", "--limit", "--out", "--json", "--set"),
+    "evaluate": ("--batches", "--gpus", "--problems", "--out", "--json", "--set"),
     "report": ("--title", "--out"),
     "check": ("--gpus", "--set"),
     "configs": (),

@@ -85,7 +85,7 @@ def main() -> int:
     if stage.fp8.enabled and serving is None:
         _convert(model, stage)
         result["loss_as_trained"] = _loss(model, stage, data, batches, "batches measured as trained")
-    text = json.dumps(result, indent=2)
+    text = _as_json(result)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text + "\n")
@@ -170,3 +170,11 @@ def _convert(model: PreTrainedModel, stage: Stage) -> None:
     convert(model, stage.fp8)
     if stage.fp8.multiplies_head_in_fp8:
         fuse_loss(model, recipe_from_config(stage.fp8, CastMonitor(0)))
+
+
+def _as_json(result: dict[str, Any]) -> str:
+    # JSON has no NaN and no Inf.
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in result.items()
+    }
+    return json.dumps(finite, indent=2)

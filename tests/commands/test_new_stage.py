@@ -123,7 +123,7 @@ def test_what_is_asked_for_is_in_the_stage_that_is_written(models):
 
 def test_a_model_that_cannot_compute_packed_attention_gets_eager(models, capsys):
     shutil.copytree(models / "chat", "capped")
-    AutoConfig.for_model("gemma2", vocab_size=512, **SIZES).save_pretrained("capped")
+    AutoConfig.for_model("gemma2", vocab_size=1024, **SIZES).save_pretrained("capped")
     assert main(["train", "capped", _write("sums.jsonl", ALPACA), "--write", "stage.json"]) == 0
     assert load_stage("stage.json").model.attn_implementation == "eager"
     assert 'attention "eager": a gemma2 cannot compute "packed"' in capsys.readouterr().out

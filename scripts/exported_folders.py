@@ -60,16 +60,16 @@ def compare_folder(
     auto, wrong = auto_class(name), []
     expected = _tensors(saved).keys()
     held = {key for key in _tensors(out) if not key.endswith("_scale_inv")}
-    twin = auto.from_config(tiny_config(name), dtype=torch.bfloat16)
-    twin.load_state_dict(numbers, strict=False)
-    names = {key for key, _ in twin.named_parameters()} | stored_buffers(twin).keys()
+    by_hand = auto.from_config(tiny_config(name), dtype=torch.bfloat16)
+    by_hand.load_state_dict(numbers, strict=False)
+    names = {key for key, _ in by_hand.named_parameters()} | stored_buffers(by_hand).keys()
     differences = {"lacks": expected - held, "has besides": held - expected, "not planned": names - numbers.keys()}
     wrong += [f"WRONG {text} {sorted(own)[:3]}" for text, own in differences.items() if own]
     try:
         read, info = auto.from_pretrained(out, dtype=torch.bfloat16, output_loading_info=True)
         strange = sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]]))
         wrong += [f"WRONG missing or unexpected {strange[:3]}"] if strange else []
-        wrong += [] if _computes_as(read, twin) else ["WRONG logits"]
+        wrong += [] if _computes_as(read, by_hand) else ["WRONG logits"]
         # transformers reads some in FP32 that zero.Init has in BF16
         kept = {key: own.to(buffers[key].dtype) for key, own in stored_buffers(read).items() if key in buffers}
         wrong += [] if _same(kept, buffers) else ["WRONG buffers"]
@@ -84,18 +84,18 @@ def compare_folder(
     if auto.__name__ == "AutoModelForCausalLM":
         source = ModelSource("FOLDER", str(out))
         again = load_stored_model(source, stored_config(source), {})
-        wrong += [] if _computes_as(again, twin) else ["WRONG logits by this package's loader"]
+        wrong += [] if _computes_as(again, by_hand) else ["WRONG logits by this package's loader"]
     return wrong
 
 
-def _computes_as(model: Model, twin: Model) -> bool:
+def _computes_as(model: Model, other: Model) -> bool:
     for name, own in model.named_parameters():  # some weights are read in FP32
-        twin.get_parameter(name).data = twin.get_parameter(name).data.to(own.dtype)
+        other.get_parameter(name).data = other.get_parameter(name).data.to(own.dtype)
     stored = model.state_dict().keys()
     for name, own in model.named_buffers():  # what no folder holds is what transformers makes of it (GPT-J, CodeGen)
         if name not in stored:
-            twin.get_buffer(name).data = own
-    return bool(torch.equal(_logits(model), _logits(twin)))
+            other.get_buffer(name).data = own
+    return bool(torch.equal(_logits(model), _logits(other)))
 
 
 def _logits(model: Model) -> Any:

@@ -7,7 +7,7 @@ The contraction K is the last, contiguous dimension of both operands, the only l
 ds_fp8.layers.linear.linear).
 
 The backend is selected at the start by a small trial product for every pair of casts: neither compute capability nor
-torch's version determines which scales cuBLASLt supports. What DeepGEMM lacks deep_gemm.py leaves to cublas.py.
+torch's version determines which scales cuBLASLt supports. deep_gemm.py leaves what it lacks to cublas.py.
 """
 
 from __future__ import annotations

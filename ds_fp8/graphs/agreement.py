@@ -1,4 +1,4 @@
-"""Decide on all ranks alike from the facts of each, and whether a replay and an eager run agree.
+"""Decide alike on all ranks from the facts of each, and compare a replay with an eager run.
 
 The first part is the protocol: ranks exchange facts on the host, and `decide` maps them to one action. The second: a
 graph keeps every Python value that its capture met: attributes, schedules by the number of steps, branches taken on

@@ -68,7 +68,7 @@ def measured(raw):
         engine.step()
 
     step()
-    most = workloads.most_allocated(step)
+    most = workloads.most_allocated(step, steps=3)
     lasting = live_bytes() - before - sum(t.nbytes for t in (ids, positions))
     engine.destroy()
     return lasting, lasting + most
@@ -126,11 +126,11 @@ def test_checkpointed_layers(ranks):
 
 
 @pytest.mark.parametrize(
-    ("section", "error", "train"),
-    [({}, 0.08, {}), ({"enabled": False}, 0.12, {}), ({}, 0.08, {"lora": {}})],
+    ("section", "train"),
+    [({}, {}), ({"enabled": False}, {}), ({}, {"lora": {}})],
     ids=["fp8", "bf16", "adapters"],
 )
-def test_a_step_with_experts(ranks, section, error, train):
+def test_a_step_with_experts(ranks, section, train):
     sizes = {**workloads.MOE, "num_hidden_layers": 3}
     raw = workloads.stage(model={"config": sizes}, data={"sequence_length": LENGTH}, zero_optimization=EVERY_GATHER)
     raw = merge(raw, {"train_micro_batch_size_per_gpu": ROWS, "fp8": section, "train": train})
@@ -139,7 +139,7 @@ def test_a_step_with_experts(ranks, section, error, train):
     computing = max(phase.total for phase in expected.phases if phase.name != "the optimizer step")
     for lasting, peak in ranks(2, measured, raw):
         assert lasting == pytest.approx(expected.lasting_bytes, rel=2e-3)
-        assert peak == pytest.approx(computing, rel=error)
+        assert peak == pytest.approx(computing, rel=PEAK)
 
 
 def test_experts_in_fp8_take_less():

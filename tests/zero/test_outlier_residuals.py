@@ -135,15 +135,18 @@ def test_channels_are_looked_for_again_on_measured_steps_and_kept_in_checkpoints
     models.train(engine, 1)
     name, linear = next(iter(fp8_linears(engine).items()))
     first, address = channels_of(engine)[name], linear.recipe.outliers.channels.data_ptr()
+    engine.save_checkpoint(str(tmp_path / "first"))
     loud = [channel for channel in range(132) if channel not in first][:4]
     master = safe_get_full_fp32_param(engine.module.embedding.weight)
     master[:, loud] = 30.0
     safe_set_full_fp32_param(engine.module.embedding.weight, master)
     models.train(engine, 4, start=1)
-    engine.save_checkpoint(str(tmp_path))
+    engine.save_checkpoint(str(tmp_path / "last"))
     resumed = models.engine(section, sizes=WHOLE_ROWS)
-    resumed.load_checkpoint(str(tmp_path))
+    resumed.load_checkpoint(str(tmp_path / "last"))
     assert channels_of(resumed)[name] == channels_of(engine)[name] == loud
+    engine.load_checkpoint(str(tmp_path / "first"))
+    assert channels_of(engine)[name] == first != loud
     assert linear.recipe.outliers.channels.data_ptr() == address  # CUDA graphs read them where they are
 
 

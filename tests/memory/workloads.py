@@ -104,10 +104,10 @@ def kept_of(config: PretrainedConfig, fp8: FP8Config, rows: int, length: int) ->
 
 
 def most_allocated(step: Callable[[], object], steps: int = 1) -> int:
-    """Bytes of CPU tensors that are there at once during `step`, beyond those before it: the least of `steps` steps.
+    """Return the peak of CPU tensors during `step` in bytes, beyond those before it: the least of `steps` steps.
 
-    A thread of gloo lets go of a collective's tensors a little later than who waited for it, beside what that one
-    makes next: by chance a step takes more.
+    By chance a step takes more: a thread of gloo lets go of a collective's tensors a little after the wait for it has
+    ended, when the caller may have allocated its next ones.
     """
     found = []
     for _ in range(steps):

@@ -384,9 +384,9 @@ class Life:
 
     def freeze(self) -> None:
         """A layer, for a step: moments and decay move its masters all the same, as in DeepSpeed, which hides them."""
-        names = {name for name in self.masters if name.startswith("layers.1")}
+        names = [name for name in self.masters if name.startswith("layers.1")]  # ranks gather in one order
         self.train_layer(names, False)
-        self.hidden = names
+        self.hidden = set(names)
         self.step()
         self.check()
         self.train_layer(names, True)
@@ -395,7 +395,7 @@ class Life:
             self.counts[name] += 1
             self.masters[name] = master(self.parameters()[name])
 
-    def train_layer(self, names: set[str], learns: bool) -> None:
+    def train_layer(self, names: list[str], learns: bool) -> None:
         for name in names:
             for parameter in self.of_all(name):
                 parameter.requires_grad_(learns)

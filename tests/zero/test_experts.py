@@ -52,7 +52,7 @@ def batch(step, rank, rows=2):
 
 def train(engine, steps, start=0):
     """Losses, averaged over the ranks."""
-    mean = torch.tensor(models.train(engine, steps, start, batch), dtype=torch.float64)
+    mean = torch.tensor(models.train(engine, steps, start, batch), dtype=torch.float64, device=engine.device)
     dist.all_reduce(mean)
     return (mean / dist.get_world_size()).tolist()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import time
@@ -181,19 +180,6 @@ def sustained(function: Callable[[], Any], seconds: float = 2.0, replay: bool = 
         return Sustained(milliseconds)
     (first, before), (end, after) = moves[0], moves[-1]
     return Sustained(milliseconds, (after - before) / (end - first) * milliseconds / 1e3)
-
-
-def count_at_move(counter: Callable[[], float] | None, seconds: float = 1.0) -> float:
-    """Return what `counter` holds when it moves next, on a device that has done all that was asked; NaN without one."""
-    if counter is None:
-        return math.nan
-    if device().type == "cuda":
-        torch.cuda.synchronize()
-    before, begin = counter(), time.perf_counter()
-    while (count := counter()) == before:
-        if time.perf_counter() - begin > seconds:  # it stands still: nothing is counted
-            return math.nan
-    return count
 
 
 def _chunk(function: Callable[[], Any], replay: bool) -> tuple[Callable[[], Any], int, Callable[[], None]]:

@@ -23,7 +23,8 @@ step goes.
 
 The time of a step is that from the end of the step before to its own end, on the GPU; medians are shown. The host runs
 as far ahead as the code lets it, as in training. Where NVML counts joules (nvidia-ml-py), those of a step are the mean
-over the steps behind --warmup, of the GPUs of all ranks; they have to take two seconds.
+power behind --warmup, of the GPUs of all ranks, times the median; these steps have to take 4 s, for the counter moves
+ten times a second.
 
 The model is Qwen2-like, or Qwen3-MoE-like for sizes of mixtures, with random weights of seed 0, made on the GPU; those
 of 32b, 70b, and of qwen3-30b with adapters one by one (--one-by-one), each sharded before the next, frozen ones of FP8
@@ -37,6 +38,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import resource
 import statistics
@@ -47,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import banner, count_at_move, device, print_banner, print_table, words, write_json
+from common import banner, device, print_banner, print_table, words, write_json
 from deepspeed import comm as dist
 from step_profile import marked, print_profiles, profiled
 from step_variants import (
@@ -82,6 +84,8 @@ from ds_fp8.config.errors import UserError, main_entry
 from ds_fp8.graphs.host_checkpoints import keep_on_host
 from ds_fp8.monitor.energy import energy_counter
 from ds_fp8.zero.collectives import allocated_bytes
+
+COUNTED = 4  # Seconds of steps whose joules are counted, at least
 
 
 def engine_of(variant: str, options: argparse.Namespace) -> Any:
@@ -218,16 +222,16 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         if on_gpu and step == (0 if engine.fp8.graphs else options.warmup):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        if step == options.warmup:
-            drawn = count_at_move(counter)
-            intervals.mark()  # the wait for the counter is no step
+        if step == options.warmup:  # without waiting, which would leave the GPU idle
+            begun, before = time.perf_counter(), counter() if counter else math.nan
         engine.fp8.wire.take()
         losses.append(train_step(engine, tokens, step, options.accumulation, options.dpo))
         intervals.mark()
-    durations = intervals.seconds()[options.warmup + 1 :]
-    joules = joules_of_steps(count_at_move(counter) - drawn, durations)
+    drawn, passed = (counter() if counter else math.nan) - before, time.perf_counter() - begun
+    durations = intervals.seconds()[options.warmup :]
     sent = engine.fp8.wire.take()
     seconds = slowest(statistics.median(durations))
+    joules = joules_of_step(drawn / passed, seconds) if slowest(passed) >= COUNTED else None
     curve = torch.stack(losses)
     dist.all_reduce(curve)
     tokens_of_step = options.sequences * options.length * options.accumulation / options.shared
@@ -236,6 +240,7 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
         "made": made,
         "gpus": dist.get_world_size(),
         "step_seconds": seconds,
+        "milliseconds_of_steps": [round(duration * 1e3, 1) for duration in durations],
         "tokens_per_second_per_gpu": tokens_of_step / seconds,
         "joules": joules,
         "millijoules_per_token": joules and joules / (tokens_of_step * dist.get_world_size()) * 1e3,
@@ -258,12 +263,11 @@ def measure_variant(variant: str, options: argparse.Namespace, batches: Batches)
     return row
 
 
-def joules_of_steps(drawn: float, durations: list[float]) -> float | None:
-    """Return the joules of a step on all ranks, where every rank counts them, over two seconds or more. Collective."""
-    total = torch.tensor(drawn, dtype=torch.float64, device=device())
+def joules_of_step(watts: float, seconds: float) -> float | None:
+    """Return the joules of a step on all ranks, by the mean power of each; None unless all count. Collective."""
+    total = torch.tensor(watts, dtype=torch.float64, device=device())
     dist.all_reduce(total)
-    counted = total.isfinite() and slowest(sum(durations)) >= 2
-    return total.item() / len(durations) if counted else None
+    return total.item() * seconds if total.isfinite() else None
 
 
 def print_rows(rows: list[dict[str, Any]], joined_by: str, options: argparse.Namespace) -> None:

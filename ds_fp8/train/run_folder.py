@@ -135,7 +135,7 @@ def check_same_run(stage: Stage, stored: dict[str, Any], free: Sequence[str]) ->
     )
     if changed:
         key = changed[0]
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        more = f" (also {clipped(', '.join(changed[1:]), 300)})" if changed[1:] else ""
         raise UserError(
             f"{stage.run_dir} holds a run with {key} = {clipped(json.dumps(before.get(key)))}, "
             f"not {clipped(json.dumps(now.get(key)))}{more}",

@@ -134,6 +134,7 @@ REFUSED = {  # what is wrong: how it came there, overrides, words, key
             "train.schedule.min_ratio=0.2",
         )
     },
+    "two changes": (saved(), ["train.seed=7", "data.seed=301"], r"\(also train.seed\)", "data.seed"),
     "fewer steps": (saved(), ["train.steps=3"], "already done 4", "train.steps"),
     "other batches": (saved(ranks=3, global_batch=6), [], "batches of 6", "train_batch_size"),
     "another run's, of another ZeRO stage": (

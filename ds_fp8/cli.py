@@ -14,7 +14,7 @@ from ds_fp8.config.schema import nearest
 COMMANDS = {
     "train": "train a model on data, or one stage",
     "chat": "ask a trained model one question",
-    "estimate": "estimate how much memory a stage takes, FP8 beside BF16",
+    "estimate": "estimate how much memory a stage takes in FP8 and BF16",
     "sweep": "measure memory and speed over a grid of settings",
     "parity": "compare FP8 with BF16 on your own stage, over seeds and a grid",
     "sensitivity": "measure which casts cost a model the most, and propose what to keep in BF16",

@@ -50,7 +50,7 @@ LINEARS = {
     "nvfp4": "emulated: E2M1 in groups of 16 with E4M3 scales, weights in 16x16 blocks, stochastic output gradients, "
     "random Hadamard transforms in wgrad (arXiv 2509.25149)",
     "quartet": "emulated: E2M1 in groups of 32 with power-of-two scales, Hadamard transforms of 32 everywhere, "
-    "backward from forward's operands (arXiv 2505.14669)",
+    "backward from forward's quantized tensors (arXiv 2505.14669)",
 }
 SECTIONS: dict[str, type[BaseModel]] = {
     "fp8": FP8Config,
@@ -150,7 +150,7 @@ def schema() -> str:
 
 
 def preset_table(names: Iterable[str]) -> str:
-    rows = ["| `fp8.preset` | linears | weights, gradients travel in; optimizer state |", "|---|---|---|"]
+    rows = ["| `fp8.preset` | linears | all-gather, reduce-scatter; optimizer state |", "|---|---|---|"]
     for name in names:
         config = FP8Config.from_preset(name)
         gathered, reduced = config.param_gather.format.upper(), config.grad_reduce.format.upper()

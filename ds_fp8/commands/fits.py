@@ -24,8 +24,8 @@ SHORTEST, RANK = 512, 16  # Tokens of a row, of which less is none; rank of adap
 ALL, COMPACT, ADAPTERS = KINDS = ("all parameters", "all, `compact`", "adapters")
 _COMPACT = {"fp8": {"preset": {"linear": "precise", "optimizer": "compact"}}}  # with gradients in BF16
 LEGEND = """\
-Numbers are estimated: tokens of the longest row that fits, at most the model's positions (micro-batches of one row,
-layers recomputed, `precise`; –: below 512). **Bold is measured**: tokens/s a GPU of a run in the last table."""
+Estimated: tokens of the longest row that fits, at most the model's positions (micro-batches of one row, layers
+recomputed, `precise`; –: below 512). **Bold is measured**: tokens/s a GPU, from the last table."""
 
 
 class Measured(NamedTuple):

@@ -87,8 +87,8 @@ class LinearConfig(LinearCasts):
 
     auto selects reference for emulated formats, and without a GPU."""
     expert_products: Literal["auto", "bf16", "fp8"] = "auto"
-    """Of experts all-gathered in FP8. fp8: [grouped products](mixture_of_experts.md#fp8-products). bf16: transformers'
-    products with dequantized weights.
+    """Of experts all-gathered in FP8. fp8: [grouped GEMMs](mixture_of_experts.md#fp8-gemms). bf16: transformers' GEMMs
+    with dequantized weights.
 
     fp8 supports some experts and casts; the start report names the others. auto is fp8 with backend cublas or
     deep_gemm, hence on Hopper, where this package's kernels have been measured, else bf16."""

@@ -71,8 +71,8 @@ class RotationConfig(Section):
     """
 
     fprop: Literal["in_features"] | None = None
-    """Input and weight. The weight is gathered so, and dgrad's result transformed back; ZeRO-3's shards must be whole
-    blocks."""
+    """Input and weight, which is all-gathered rotated; dgrad's result is transformed back; shards must not
+    cut blocks."""
     dgrad: Literal["tokens", "out_features"] | None = None
     """tokens: output gradient, transformed back in the result. out_features: output gradient and weight, if that is in
     1x32 or 1x16.
@@ -106,14 +106,14 @@ class RecastConfig(Section):
     """Sources of the second casts of input and weight, for wgrad and dgrad, which contract over other dimensions."""
 
     of: Literal["high_precision", "fprop"] = "high_precision"
-    """fprop: what fprop multiplied is cast again for dgrad and wgrad, as in Quartet; for weights in 1x32 or 1x16.
+    """fprop: dgrad and wgrad quantize fprop's quantized tensors again, as in Quartet; for weights in 1x32 or 1x16.
 
     The gradients are then of the function that forward computed (arXiv 2505.14669). high_precision: input and weight,
     cast as for fprop."""
     scale: Literal["fp32", "pow2", "e4m3"] = "pow2"
-    """Of operands that are cast again."""
+    """Of tensors that are quantized again."""
     rounding: Literal["nearest", "stochastic"] = "stochastic"
-    """Of operands that are cast again."""
+    """Of tensors that are quantized again."""
     clipped: Literal["zero", "pass"] = "zero"
     """Gradient of elements that fprop's cast clipped (scale "mse"); zero keeps a byte an element of every input."""
 

@@ -177,15 +177,15 @@ class TrainConfig(Section):
     In between losses are read, and spikes and signals noticed, at the latest after about 2 s; with `spike` "rollback"
     at every step."""
     eval_every: int | None = Field(None, gt=0)
-    """Steps between validations, beside those before the first step and after the last."""
+    """Steps between validations; there are also one before the first step and one after the last."""
     eval_batches: int = Field(8, gt=0)
     """Batches of a validation, as large as training's."""
     eval_bf16: bool = False
-    """Measure validations along the run by the weights in BF16, too, without casts: each rank then holds all of them.
+    """Also validate the weights in BF16, without quantization, along the run: each rank then holds all of them.
 
-    Without effect where nothing is cast."""
+    Without effect where nothing is quantized."""
     save_every: int | None = Field(None, gt=0)
-    """Steps between checkpoints, beside the one after the last step."""
+    """Steps between checkpoints; another is saved after the last step."""
     keep_last: int = Field(2, gt=0)
     """Checkpoints to keep."""
     async_save: bool = False
@@ -193,7 +193,7 @@ class TrainConfig(Section):
     max_failed_saves: int = Field(3, gt=0)
     """Failed checkpoints in a row, as on a full disk, that end the run."""
     compact_checkpoints: bool = False
-    """Store compressed moments as they are, in a quarter of the bytes, not decoded to FP32.
+    """Store compressed moments as they are, in a quarter of the bytes, not dequantized to FP32.
 
     Such a checkpoint resumes the run, and cannot be converted to DeepSpeed's universal format. Without effect where FP8
     is off."""

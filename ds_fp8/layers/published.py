@@ -85,7 +85,9 @@ def why_not_in_fp8(model: nn.Module, forms: Iterable[Published]) -> str | None:
 def _reverted(model: nn.Module, tensors: Tensors) -> Tensors:
     if not isinstance(model, PreTrainedModel):
         return tensors
-    get = model.get_parameter
+    get, tied = model.get_parameter, getattr(model, "all_tied_weights_keys", {})
+    # of tied weights folders have that which transformers ties the others to, not the model's first
+    tensors = {tied[n] if n in tied and get(tied[n]) is get(n) else n: own for n, own in tensors.items()}
     # some conversions compare with the parameter's shape, which ZeRO-3 shards
     model.get_parameter = lambda name: SimpleNamespace(shape=shape_of(get(name)))
     try:

@@ -34,8 +34,8 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
         attention: The attention implementation of the stage.
 
     Raises:
-        UserError: The model cannot compute this attention but "eager", the loss is not divided by what it is given, or tokens see
-            those behind them.
+        UserError: The model computes "eager" attention alone, the loss is not divided by what it is given, or tokens
+            see those behind them.
     """
     # Of "flex_attention" the same masks, and nothing to compile
     found = _try(config, "sdpa" if attention == "flex_attention" else attention)

@@ -203,7 +203,7 @@ def test_models_that_a_stage_cannot_train_are_refused(architecture, key, words):
 @pytest.mark.parametrize("attention", ["packed", "sdpa", "flex_attention"])
 def test_a_model_that_sees_all_of_a_row_of_one_document_needs_eager_attention(attention):
     config = AutoConfig.for_model("doge", **SIZES)  # adds to a mask, and none is given with such a row
-    with refused(key="model.attn_implementation", text=f'attention "{attention}" cannot be computed in DogeForCausalLM'):
+    with refused(key="model.attn_implementation", text=f'attention "{attention}" cannot be computed in Doge'):
         trial.check_rows(config, attention)
     trial.check_rows(config, "eager")
 

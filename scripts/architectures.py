@@ -33,11 +33,12 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import GatheredParameters
 from exported_folders import exports
-from tiny_models import LARGEST, LENGTH, ROWS, auto_class, tiny_config, tokens, types, words
+from tiny_models import LARGEST, LENGTH, ROWS, auto_class, reader, tiny_config, tokens, types, words
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -95,7 +96,7 @@ def check(name: str, folder: Path, parts: tuple[str, ...] = PARTS, steps: int = 
         note("reason", error.problem)
     except Exception as error:
         note("reason", words(error))
-        return result
+        raise  # other ranks may wait for this one
     for part in parts:
         note(part, "killed")  # unless it ends
         try:
@@ -171,7 +172,7 @@ def start(
     failures: list[str] = [""] * RANKS
     failure = ""
     try:
-        model = auto_class(name).from_pretrained(saved, dtype=torch.bfloat16)
+        model = reader(name, saved).from_pretrained(saved, dtype=torch.bfloat16)
     except Exception as error:
         failure = words(error)
     finally:
@@ -185,7 +186,8 @@ def start(
         wrong.append("not sharded")
     model = model.train() if adapt is None else adapt(model.train())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return ds_fp8.initialize(model=model, model_parameters=trained, config=config)[0], wrong
+    initialize = deepspeed.initialize if fp8 is None else ds_fp8.initialize
+    return initialize(model=model, model_parameters=trained, config=config)[0], wrong
 
 
 def train(engine: Engine, inputs: Inputs, steps: int) -> list[float]:
@@ -237,9 +239,10 @@ def adapters(name: str, saved: Path, inputs: Inputs, expected: float) -> str:
 
 def documents(name: str, saved: Path, inputs: Inputs) -> dict[str, str]:
     """Return whether documents of a row are those alone, by transformers' attention, and what `ds-fp8 train` does."""
-    found = {}
+    found, taken = {}, trained_by_command(saved)
+    eager = {"attn_implementation": "eager"} if taken.startswith('takes "eager"') else {}
     try:
-        model = auto_class(name).from_pretrained(saved, dtype=torch.float32).eval()
+        model = reader(name, saved).from_pretrained(saved, dtype=torch.float32, **eager).eval()
         ids, cut = tokens(5)[:1], LENGTH // 3
         places = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])[None]
 
@@ -260,7 +263,7 @@ def documents(name: str, saved: Path, inputs: Inputs) -> dict[str, str]:
         found["packed"] = next((text for text, applies in words_of.items() if applies), "apart")
     except Exception as error:
         found["packed"] = f"cannot be packed: {words(error)}"
-    return found | {"ds-fp8 train": trained_by_command(saved)}
+    return found | {"ds-fp8 train": taken}
 
 
 def trained_by_command(saved: Path) -> str:
@@ -353,7 +356,8 @@ def run(name: str) -> dict[str, Any]:
                 result["status"] = "not finished"
             lines = str(error).splitlines()
             ours = [line.strip() for line in lines if re.search(r'File ".*/(transformers/models|ds_fp8)/', line)]
-            result["ended"] = " ".join([*ended, *(ours[:1] if ended else lines[-1:])])[-300:]
+            if "reason" not in result:
+                result["ended"] = " ".join([*ended, *(ours[:1] if ended else lines[-1:])])[-300:]
         finally:
             over.set()
             pool.close()

@@ -92,7 +92,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen2_5_vl_text": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "attn_config": {"rope_theta": 1e4},  # of DBRX
+    "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0},  # of DBRX
     "reformer": {"is_decoder": True, "axial_pos_shape": [6, LENGTH // 6]},
     "whisper": {"d_model": 256},
     "xlnet": {"d_head": 64, "n_head": 4},

@@ -184,6 +184,7 @@ def test_names_buffers_and_numbers_are_those_of_save_pretrained_and_of_the_engin
     result = ranks(2, check, kind, tmp_path, ("exports",), 1)[0]
     assert result["status"] == "trained", json.dumps(result)
     assert result["exports"].keys() == {"bf16", "fp8"}
+    assert all(found.startswith("right") for found in result["exports"].values()), result["exports"]
     assert not wrong(result)
 
 

@@ -6,10 +6,10 @@
 
 On two ranks over gloo, in processes of the type's own: the model is read from a folder under zero.Init, every weight
 and buffer compared with the folder's, and trained for 10 steps on the same random tokens by plain DeepSpeed in BF16 and
-with "fp8": {}. Then it is exported in both layouts and read again, its steps are captured as graphs (lists of
-operations, as in the tests), and adapters are trained on it. Last, documents of a packed row are compared with each
-alone, and `ds-fp8 train` is asked what it makes of such rows. A line of JSON a type is appended to the results; a type
-that needs more than 120 s of a processor, or uses none for so long, is ended, and what it has done until then counts.
+with "fp8": {}. Then its steps are captured as graphs (lists of operations, as in the tests), it is exported in both
+layouts and read again, and adapters are trained on it. Last, documents of a packed row are compared with each alone,
+and `ds-fp8 train` is asked what it makes of such rows. A line of JSON a type is appended to the results; a type that
+needs more than 120 s of a processor, or uses none for so long, is ended, and what it has done until then counts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ STEPS, RANKS = 10, 2
 LIMIT = 120  # Seconds of a processor, and seconds without
 MOST_STEPS = 9  # Until a graph is replayed, where DeepSpeed never learns the order of modules
 TOLERANCE = 1e-3  # Of logits in FP32, relative
-PARTS = ("exports", "graphs", "LoRA", "documents")
+# The engine runs no more after its exports: a model that is read may share a module with it, with its hooks (XLM's GELU)
+PARTS = ("graphs", "exports", "LoRA", "documents")
 Model, Engine, Inputs = Any, Any, dict[str, Any]
 
 
@@ -352,7 +353,7 @@ def run(name: str) -> dict[str, Any]:
             # The rank that failed alone, if one did, knows the reason.
             files = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
             result = max(files, key=lambda own: "reason" in own, default={"architecture": name, "status": "not built"})
-            if ended and result["status"] != "trained":
+            if ended and (result["status"] not in ("trained", "fails in BF16") or "still" not in ended[0]):
                 result["status"] = "not finished"
             lines = str(error).splitlines()
             ours = [line.strip() for line in lines if re.search(r'File ".*/(transformers/models|ds_fp8)/', line)]

@@ -65,6 +65,8 @@ def compare_folder(
     names = {key for key, _ in by_hand.named_parameters()} | stored_buffers(by_hand).keys()
     differences = {"lacks": expected - held, "has besides": held - expected, "not planned": names - numbers.keys()}
     wrong += [f"WRONG {text} {sorted(own)[:3]}" for text, own in differences.items() if own]
+    if wrong and (lost := auto.from_pretrained(saved, output_loading_info=True)[1]["missing_keys"]):
+        wrong = [f"as after save_pretrained: reads none of {sorted(lost)[:3]}"]
     try:
         read, info = auto.from_pretrained(out, dtype=torch.bfloat16, output_loading_info=True)
         strange = sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]]))

@@ -55,7 +55,7 @@ STEPS, RANKS = 10, 2
 LIMIT = 120  # Seconds of a processor, and seconds without
 MOST_STEPS = 9  # Until a graph is replayed, where DeepSpeed never learns the order of modules
 TOLERANCE = 1e-3  # Of logits in FP32, relative
-# The engine runs no more after its exports: a model that is read may share a module with it, with its hooks (XLM's GELU)
+# The engine runs no more after its exports: a model that is read may share a module with its hooks (XLM's GELU)
 PARTS = ("graphs", "exports", "LoRA", "documents")
 Model, Engine, Inputs = Any, Any, dict[str, Any]
 
@@ -356,7 +356,8 @@ def run(name: str) -> dict[str, Any]:
             if ended and (result["status"] not in ("trained", "fails in BF16") or "still" not in ended[0]):
                 result["status"] = "not finished"
             lines = str(error).splitlines()
-            ours = [line.strip() for line in lines if re.search(r'File ".*/(transformers/models|ds_fp8)/', line)]
+            place = r'File ".*/((?:transformers/models|ds_fp8)/.*)", line (\d+),? in (?!_obey)'  # no watchdog
+            ours = [":".join(found.groups()) for found in map(re.compile(place).search, lines) if found]
             if "reason" not in result:
                 result["ended"] = " ".join([*ended, *(ours[:1] if ended else lines[-1:])])[-300:]
         finally:

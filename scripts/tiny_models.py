@@ -72,7 +72,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cosmos3_edge_text": {"head_dim": 128},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [256, 256], "num_attention_heads": 2, "num_key_value_heads": 1},
     "mistral4": AS_MANY_KEYS | {"head_dim": None},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": "auto"},
     "falcon": {"head_dim": None},
     "falcon_h1": {"mamba_d_ssm": 512},
@@ -91,7 +92,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen2_5_vl_text": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "reformer": {"is_decoder": True},
+    "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0},  # of DBRX
+    "reformer": {"is_decoder": True, "axial_pos_shape": [6, LENGTH // 6]},
     "whisper": {"d_model": 256},
     "xlnet": {"d_head": 64, "n_head": 4},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_headdim": 64},
@@ -122,6 +124,14 @@ def auto_class(name: str) -> Any:
     return AutoModelForCausalLM if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
 
 
+def reader(name: str, folder: Path) -> Any:
+    """Return the class that reads a folder: the model's own where AutoModel does not know the type of a text model."""
+    import transformers
+
+    config, auto = transformers.AutoConfig.from_pretrained(folder), auto_class(name)
+    return auto if type(config) in auto._model_mapping else getattr(transformers, config.architectures[0])
+
+
 def tiny_config(name: str) -> Any:
     """Return a configuration of a type with small sides, of towers and text model too."""
     from transformers import CONFIG_MAPPING
@@ -136,7 +146,7 @@ def tiny_config(name: str) -> Any:
         if part is None and hasattr(part_class, "model_type"):
             part = part_class()
         if part is not None and not getattr(part, "sub_configs", None):
-            sizes = _sizes(part, part.model_type)
+            sizes = _sizes(part, part.model_type or name)
             if "text" not in name and (has_text_model or "vision" in name or "audio" in name):
                 sizes = {key: OF_TOWERS.get(key, own) for key, own in sizes.items() if key not in NOT_OF_TOWERS}
             wanted[name] = {**sizes, "model_type": part.model_type}
@@ -150,6 +160,8 @@ def tiny_config(name: str) -> Any:
 def _sizes(known: Any, kind: str) -> dict[str, Any]:
     names = vars(known).keys() | getattr(known, "attribute_map", {}).keys()
     wanted = {key: value for key, value in SIZES.items() if key in names}
+    # Noise that is larger than what a few steps change
+    wanted |= {key: 0.0 for key, value in vars(known).items() if "drop" in key and isinstance(value, float)}
     return {key: value for key, value in (wanted | CHANGES.get(kind, {})).items() if value is not None}
 
 
@@ -161,7 +173,8 @@ def tokens(seed: int) -> Any:
 
 def words(error: BaseException) -> str:
     """Return an error's type and message, and the last line of the code of models or of this package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if re.search(r"transformers/|ds_fp8/|deepspeed/|peft/", f.filename)] or frames
-    where = f" ({'/'.join(Path(ours[-1].filename).parts[-2:])}:{ours[-1].lineno})" if ours else ""
+    ours = r"(transformers|ds_fp8|deepspeed|peft)/.*"
+    frames = [(re.search(ours, frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    found, frame = next((pair for pair in reversed(frames) if pair[0]), frames[-1] if frames else (None, None))
+    where = f" ({found[0] if found else Path(frame.filename).name}:{frame.lineno})" if frame else ""
     return f"{type(error).__name__}: {' '.join(str(getattr(error, 'problem', error)).split())[:200]}{where}"

@@ -263,7 +263,7 @@ def _in_folders(model: nn.Module) -> list[str]:
         forms, experts = published(model), set(names_of_experts(model))
     except UserError as error:
         return [f"no export: {error.problem}"]
-    if (why := why_not_in_fp8(model, forms)) is not None:
+    if (why := why_not_in_fp8(model)) is not None:
         return [f"exports and servers have this model in BF16 only: {why}"]
     stacks = [form.stored[0] for form in forms if experts & form.shapes.keys() and not form.matrices]
     return [f"exports and servers have the experts in BF16: {IN_3D} ({stacks[0]})"] if stacks else []

@@ -152,7 +152,7 @@ def make_plan(model: nn.Module, left: Mapping[str, str], linear: LinearConfig, l
     if layout == "bf16":
         return Plan(layout, cast, [Entry(form) for form in forms])
     linears = linear_layers(model)
-    if (why := why_not_in_fp8(model, forms)) is not None:
+    if (why := why_not_in_fp8(model)) is not None:
         raise UserError(why, remedy="--format bf16")
     # In this order: the first reason of a layer is reported.
     reasons = {name: left[name] for name in linears if name in left}

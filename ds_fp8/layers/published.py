@@ -5,18 +5,19 @@ transformers renames, stacks and fuses tensors when it loads a model; its own co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import FineGrainedFP8Config, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.quantizers import AutoHfQuantizer
 
 from ds_fp8.config.errors import UserError, first_line
 from ds_fp8.layers.experts.selection import shape_of
-from ds_fp8.layers.selection import linear_layers
 
 Tensors = dict[str, torch.Tensor]
 IN_PARTS = "folders hold it in parts or in another order, in BF16"
@@ -73,19 +74,23 @@ def published(model: nn.Module) -> list[Published]:
     return result
 
 
-def why_not_in_fp8(model: nn.Module, forms: Iterable[Published]) -> str | None:
-    """Return why a model cannot be stored in FP8 (folders join linear layers of it), or None."""
-    linears = {f"{name}.weight" for name in linear_layers(model)}
-    form = next((form for form in forms if len(form.shapes) > 1 and not linears.isdisjoint(form.shapes)), None)
-    if form is None:
-        return None
-    return f"folders join {next(iter(form.shapes))} with others to {form.stored[0]}, in BF16 only"
+def why_not_in_fp8(model: nn.Module) -> str | None:
+    """Return why transformers cannot read a folder of a model in FP8, or None."""
+    quantizer = AutoHfQuantizer.from_config(FineGrainedFP8Config(dequantize=True), pre_quantized=True)
+    try:
+        if isinstance(model, PreTrainedModel):
+            get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    except ValueError as error:  # of weights that folders join
+        return f"transformers cannot read it in FP8: {first_line(error)}"
+    return None
 
 
 def _reverted(model: nn.Module, tensors: Tensors) -> Tensors:
     if not isinstance(model, PreTrainedModel):
         return tensors
-    get = model.get_parameter
+    get, tied = model.get_parameter, getattr(model, "all_tied_weights_keys", {})
+    # of tied weights folders have that which transformers ties the others to, not the model's first
+    tensors = {tied[n] if n in tied and get(tied[n]) is get(n) else n: own for n, own in tensors.items()}
     # some conversions compare with the parameter's shape, which ZeRO-3 shards
     model.get_parameter = lambda name: SimpleNamespace(shape=shape_of(get(name)))
     try:

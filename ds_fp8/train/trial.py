@@ -3,7 +3,8 @@
 A stage gives a model rows of several documents, which `position_ids` alone tell apart, and the number that the loss is
 to be divided by. Models may ignore either without a word: where a mask is made without positions, or tokens are mixed
 by a convolution or a state, documents see those before them; where keyword arguments are swallowed, micro-batches are
-averaged with the wrong weights; encoders see what they are to predict.
+averaged with the wrong weights; encoders see what they are to predict, and so do models that take a row of one
+document without a mask for one in which all is seen.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ def check_rows(config: PretrainedConfig, attention: str) -> None:
         attention: The attention implementation of the stage.
 
     Raises:
-        UserError: The attention cannot be computed "packed", the loss is not divided by what it is given, or tokens see
-            those behind them.
+        UserError: The model computes "eager" attention alone, the loss is not divided by what it is given, or tokens
+            see those behind them.
     """
-    attention = "sdpa" if attention == "flex_attention" else attention  # the same masks, and nothing to compile
-    found = _try(config, attention)
+    # Of "flex_attention" the same masks, and nothing to compile
+    found = _try(config, "sdpa" if attention == "flex_attention" else attention)
     name = found.name
-    if attention == packed_attention.NAME and _needs_eager(config, found):
+    # Others that fail may want a GPU
+    if (attention == packed_attention.NAME or found.failure is None) and _needs_eager(config, found):
         raise UserError(
-            f'attention "packed" cannot be computed in {name}: {found.failure or "it would have no causal mask"}',
+            f'attention "{attention}" cannot be computed in {name}: {found.failure or "it would have no causal mask"}',
             key="model.attn_implementation",
             remedy='"attn_implementation": "eager"',
         )
@@ -89,6 +91,8 @@ def _try(config: PretrainedConfig, attention: str) -> _Found:
         ignores = not torch.allclose(loss, 2 * half, rtol=TOLERANCE)
         sees_before = _differ(logits, _forward(model, first_changed)[1], slice(LENGTH, None))
         sees_behind = _differ(logits, _forward(model, last_changed)[1], slice(LENGTH))
+        one, changed = (_forward(model, tokens, documents=1)[1] for tokens in (row, last_changed))
+        sees_behind |= _differ(one, changed, slice(LENGTH))
         return _Found(name, None, ignores, not sees_behind, sees_before)
     except Exception as error:  # each model class fails in its own way
         return _Found(name, first_paragraph(error))
@@ -133,9 +137,11 @@ def _differ(logits: torch.Tensor, others: torch.Tensor, part: slice) -> bool:
 
 
 @torch.no_grad()
-def _forward(model: torch.nn.Module, tokens: torch.Tensor, items: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    model: torch.nn.Module, tokens: torch.Tensor, items: int = 1, documents: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss, and the logits of all tokens."""
-    positions = torch.arange(LENGTH).repeat(2)[None]
+    positions = torch.arange(2 * LENGTH // documents).repeat(documents)[None]
     given = {"input_ids": tokens, "labels": tokens, "position_ids": positions, "use_cache": False}
     output = model(**given, num_items_in_batch=torch.tensor(float(items)))
     return output.loss, output.logits

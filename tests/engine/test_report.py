@@ -70,7 +70,7 @@ def test_experts_that_stay_bf16_are_said_first_and_little_fp8_is_a_warning(ranks
     ("architecture", "words"),
     [
         ("granitemoe", "exports and servers have the experts in BF16: folders hold them in one 3-D tensor"),
-        ("hrm_text", "exports and servers have this model in BF16 only: folders join"),
+        ("hrm_text", "exports and servers have this model in BF16 only: transformers cannot read it in FP8"),
         ("qwen2_moe", None),
     ],
 )

@@ -2,12 +2,13 @@
 
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
 from architectures import check, wrong
 from deepspeed import comm as dist
-from tiny_models import tiny_config
+from tiny_models import auto_class, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -23,6 +24,7 @@ from ds_fp8.layers.published import IN_PARTS
 from ds_fp8.zero.deepspeed.parameters import is_zero_parameter
 from tests.export.trained import tensors
 from tests.layers.moe import EXPERTS, mixture
+from tests.refusals import refused
 from tests.zero import models
 from tests.zero.test_experts import engine_of, train
 
@@ -173,7 +175,7 @@ TYPES = {
     "qwen2_5_vl": "names of the language model",
     "gemma4": "buffers of every layer",
     "olmo_hybrid": "a convolution in three parts",
-    "hrm_text": "joined linear layers, in BF16 only",
+    "kimi_k25": "joined linear layers of a tower",
 }
 
 
@@ -182,6 +184,7 @@ def test_names_buffers_and_numbers_are_those_of_save_pretrained_and_of_the_engin
     result = ranks(2, check, kind, tmp_path, ("exports",), 1)[0]
     assert result["status"] == "trained", json.dumps(result)
     assert result["exports"].keys() == {"bf16", "fp8"}
+    assert all(found.startswith("right") for found in result["exports"].values()), result["exports"]
     assert not wrong(result)
 
 
@@ -204,6 +207,26 @@ def names_after_zero_init(folder):
 def test_a_model_born_under_zero_init_has_the_names_of_its_folder(ranks, tmp_path):
     for saved, exported in ranks(2, names_after_zero_init, tmp_path):
         assert exported == saved
+
+
+def test_tied_weights_have_the_name_that_save_pretrained_keeps(tmp_path):
+    model = AutoModelForCausalLM.from_config(tiny_config("camembert"), dtype=torch.bfloat16)
+    assert "lm_head.decoder.weight" in dict(model.named_parameters())  # not that of the embeddings, which come later
+    model.save_pretrained(tmp_path)
+    for layout in ("bf16", "fp8"):
+        plan = make_plan(model, {}, parse_fp8({"fp8": {}}).linear, layout)
+        names = {name for entry in plan.entries for name in entry.tensors(plan)}
+        assert {name for name in names if not name.endswith("_scale_inv")} == tensors(tmp_path).keys()
+
+
+# Inkling's has joined layers in its mapping alone: this configuration has only experts
+@pytest.mark.parametrize("kind", ["hrm_text", *(["inkling_mm_model"] if find_spec("scipy") else [])])
+def test_a_model_that_transformers_cannot_read_in_fp8_is_refused(kind):
+    with torch.device("meta"):
+        model = auto_class(kind).from_config(tiny_config(kind), dtype=torch.bfloat16)
+    assert make_plan(model, {}, parse_fp8({"fp8": {}}).linear, "bf16").entries
+    with refused("transformers cannot read it in FP8"):
+        make_plan(model, {}, parse_fp8({"fp8": {}}).linear, "fp8")
 
 
 def test_a_linear_layer_that_folders_hold_in_parts_is_in_bf16_by_all_its_names():

@@ -200,6 +200,14 @@ def test_models_that_a_stage_cannot_train_are_refused(architecture, key, words):
     assert trial.attention_for(config) == ("packed" if key == "model" else "eager")
 
 
+@pytest.mark.parametrize("attention", ["packed", "sdpa", "flex_attention"])
+def test_a_model_that_sees_all_of_a_row_of_one_document_needs_eager_attention(attention):
+    config = AutoConfig.for_model("doge", **SIZES)  # adds to a mask, and none is given with such a row
+    with refused(key="model.attn_implementation", text=f'attention "{attention}" cannot be computed in Doge'):
+        trial.check_rows(config, attention)
+    trial.check_rows(config, "eager")
+
+
 def test_a_model_that_cannot_be_tried_is_said_so(monkeypatch):
     said = []
     monkeypatch.setattr(trial.logger, "info", lambda message, *names: said.append(message % names))

@@ -223,7 +223,10 @@ def read_data(stage: Stage, tokenizer: PreTrainedTokenizerBase, console: Console
     from ds_fp8.train.trial import check_rows
 
     positions, config = _positions(stage, tokenizer)
-    data = build_data(stage.data, tokenizer, alone=check_rows(config, stage.model.attn_implementation) is not None)
+    why = check_rows(config, stage.model.attn_implementation)
+    data = build_data(stage.data, tokenizer, alone=why is not None)
+    if why:
+        console.print(f"one example a row: {why}", markup=False)
     describe(data.report, lambda line: console.print(line, markup=False))
     parts = data.report.values()
     longest, over = max(part["longest"] for part in parts), sum(part["overlong"] for part in parts)

@@ -54,7 +54,7 @@ def train(stage: Stage) -> dict[str, Any]:
             return state.result
         tokenizer = build_tokenizer(stage.data)
         # A run keeps the rows that it began with, also where another version or other packages find otherwise.
-        begun = state.data[0].get(ALONE, False) if state.step and state.data else None
+        begun = any(ALONE in source for source in state.data or ()) if state.step else None
         data = build_data(stage.data, tokenizer, TokeniserProgress(), bool(begun))
         config = load_model_config(stage, tokenizer)
         processes.init_distributed()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
 
+from ds_fp8.commands import evaluate
 from ds_fp8.config.log import logger
 from ds_fp8.data import IGNORED, build_data, build_tokenizer
 from ds_fp8.train import load_stage, train, trial
@@ -86,9 +88,16 @@ def mean_loss_alone(model, dataset, rows):
     return total / count
 
 
-@pytest.mark.parametrize("architecture", TYPES)
-def test_a_document_is_trained_on_as_if_it_were_alone(architecture, stage_of, ranks, tmp_path):
-    file = stage_of(architecture)
+def evaluated(file, run_dir):
+    arguments = ["evaluate", str(run_dir / "model"), str(file), "--gpus", "2", "--problems", "0"]
+    with mock.patch.object(sys, "argv", [*arguments, "--out", str(run_dir / "found.json")]):
+        evaluate.main()
+    return json.loads((run_dir / "found.json").read_text())["loss"]
+
+
+@pytest.mark.parametrize(("architecture", "budget"), [*((name, None) for name in TYPES), ("lfm2", 512)])
+def test_a_document_is_trained_on_as_if_it_were_alone(architecture, budget, stage_of, ranks, tmp_path):
+    file = stage_of(architecture, budget)
     said = ranks(2, said_in_training, file, 1)[0]
     alone = architecture != "llama"
     assert ["one example a row, " in line and "% padding" in line for line in said] == [True] * alone
@@ -101,6 +110,8 @@ def test_a_document_is_trained_on_as_if_it_were_alone(architecture, stage_of, ra
     assert result["first_loss"] == pytest.approx(mean_loss_alone(model, data.train, first), rel=1e-5)
     loss = mean_loss_alone(model, data.validation, range(len(data.validation)))
     assert result["first_validation_loss"] == pytest.approx(loss, rel=1e-5)
+    if architecture == "lfm2":
+        assert ranks(1, evaluated, file, tmp_path / "run")[0] == pytest.approx(result["final_loss"], rel=1e-4)
 
 
 def examples_of_all_ranks(file):

@@ -236,10 +236,12 @@ def adapters(name: str, saved: Path, inputs: Inputs, expected: float) -> str:
 
 
 def documents(name: str, saved: Path, inputs: Inputs) -> dict[str, str]:
-    """Return whether documents of a row are those alone, by transformers' attention, and what `ds-fp8 train` does."""
+    """Return whether documents of a row are those alone, by the attention that is taken, and what `train` does."""
     found = {}
+    taken = trained_by_command(saved)
+    attention = {"attn_implementation": "eager"} if taken.startswith('takes "eager"') else {}
     try:
-        model = auto_class(name).from_pretrained(saved, dtype=torch.float32).eval()
+        model = auto_class(name).from_pretrained(saved, dtype=torch.float32, **attention).eval()
         ids, cut = tokens(5)[:1], LENGTH // 3
         places = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])[None]
 
@@ -260,7 +262,7 @@ def documents(name: str, saved: Path, inputs: Inputs) -> dict[str, str]:
         found["packed"] = next((text for text, applies in words_of.items() if applies), "apart")
     except Exception as error:
         found["packed"] = f"cannot be packed: {words(error)}"
-    return found | {"ds-fp8 train": trained_by_command(saved)}
+    return found | {"ds-fp8 train": taken}
 
 
 def trained_by_command(saved: Path) -> str:

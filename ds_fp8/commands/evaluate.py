@@ -64,19 +64,22 @@ def main() -> int:
     say(f"loading {arguments.folder}")
 
     from ds_fp8.data import build_data, build_tokenizer, check_embeddings
-    from ds_fp8.train import processes
+    from ds_fp8.train import processes, trial
+    from ds_fp8.train.stored_model import ModelSource, stored_config
 
     # The evaluation of a stage runs its collectives in a process group, here one of a single rank.
     processes.set_single_process_env()
     stage = _stage(arguments)
     processes.init_distributed()
-    model, serving = _load(arguments.folder, stage.model.attn_implementation)
+    attention = stage.model.attn_implementation
+    model, serving = _load(arguments.folder, attention)
+    alone = trial.check_rows(stored_config(ModelSource("FOLDER", str(arguments.folder))), attention) is not None
     result: dict[str, Any] = {"folder": str(arguments.folder)}
     if serving is not None:
         result["fp8"] = {**asdict(serving), "summary": str(serving)}
     tokenizer = build_tokenizer(stage.data)
     check_embeddings(tokenizer, model.get_input_embeddings().num_embeddings)
-    data, batches = build_data(stage.data, tokenizer), arguments.batches or stage.train.eval_batches
+    data, batches = build_data(stage.data, tokenizer, alone=alone), arguments.batches or stage.train.eval_batches
     loss = _loss(model, stage, data, batches, "batches measured")
     rows = min(batches * stage.global_batch, len(data.validation))
     result |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": rows}

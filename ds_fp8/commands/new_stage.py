@@ -21,7 +21,7 @@ from ds_fp8.config.files import apply_override, model_of_run
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from ds_fp8.data import StageData
     from ds_fp8.memory import Estimate
@@ -129,7 +129,8 @@ def new_stage(arguments: argparse.Namespace, ranks: int, console: Console) -> tu
     data = read_data(stage, tokenizer, console)
 
     length, rows = stage.data.sequence_length, len(data.train)
-    of_step = max(ranks, min(rows // STEPS, STEP_TOKENS // length))
+    of_row = -(-data.train.tokens // rows) if data.train.alone else length
+    of_step = max(ranks, min(rows // STEPS, STEP_TOKENS // of_row))
     micro, recompute, needs = _fit(stage.raw, ranks, max(1, min(MICRO_TOKENS // length, of_step // ranks)), console)
     raw["model"]["activation_checkpointing"] = recompute
     raw |= {MICRO_BATCH: micro, TRAIN_BATCH: max(1, of_step // (micro * ranks)) * micro * ranks}
@@ -190,11 +191,11 @@ def _power_of_two(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-def _positions(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> int:
+def _positions(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> tuple[int, PretrainedConfig]:
     from ds_fp8.train.model import load_model_config
 
-    # Refuses rows that are longer.
-    return getattr(load_model_config(stage, tokenizer), "max_position_embeddings", None) or 1 << 17
+    config = load_model_config(stage, tokenizer)  # refuses rows that are longer
+    return getattr(config, "max_position_embeddings", None) or 1 << 17, config
 
 
 def _split_and_length(stage: Stage, tokenizer: PreTrainedTokenizerBase, ranks: int, seq: int | None) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def _split_and_length(stage: Stage, tokenizer: PreTrainedTokenizerBase, ranks: i
     from ds_fp8.data import build_data
     from ds_fp8.train.metrics import TokeniserProgress
 
-    most = _positions(stage, tokenizer)
+    most, _ = _positions(stage, tokenizer)
     everything = stage.data.model_copy(update={"sequence_length": most, "overlong": "cut"})
     parts = build_data(everything, tokenizer, TokeniserProgress()).report.values()
     examples, tokens = (sum(part[name] for part in parts) for name in ("examples", "tokens"))
@@ -219,8 +220,13 @@ def read_data(stage: Stage, tokenizer: PreTrainedTokenizerBase, console: Console
     """
     from ds_fp8.data import IGNORED, build_data
     from ds_fp8.data.stage import describe
+    from ds_fp8.train.trial import check_rows
 
-    positions, data = _positions(stage, tokenizer), build_data(stage.data, tokenizer)
+    positions, config = _positions(stage, tokenizer)
+    why = check_rows(config, stage.model.attn_implementation)
+    data = build_data(stage.data, tokenizer, alone=why is not None)
+    if why:
+        console.print(f"one example a row: {why}", markup=False)
     describe(data.report, lambda line: console.print(line, markup=False))
     parts = data.report.values()
     longest, over = max(part["longest"] for part in parts), sum(part["overlong"] for part in parts)
@@ -235,7 +241,8 @@ def read_data(stage: Stage, tokenizer: PreTrainedTokenizerBase, console: Console
         )
     row = data.train[0]
     ends = (row["position_ids"] == 0).nonzero().flatten().tolist()[1:]  # of the row's first example
-    ids, labels = (row[name][: ends[0] if ends else None].tolist() for name in ("input_ids", "labels"))
+    stop = ends[0] if ends else data.train.row_tokens(0)
+    ids, labels = (row[name][:stop].tolist() for name in ("input_ids", "labels"))
     coloured = console.is_terminal and not console.no_color
     marked = "in green" if coloured else "between « and »"
     console.print(f"an example, {len(ids):,} tokens, loss on {sum(n != IGNORED for n in labels):,} of them, {marked}:")

@@ -79,8 +79,12 @@ def _with_length(stage: Stage) -> Stage:
     if stage.train.steps is not None or max(schedule.warmup, schedule.decay) < 1:
         return stage
     from ds_fp8.data import build_data, build_tokenizer
+    from ds_fp8.train import trial
+    from ds_fp8.train.model import load_model_config
 
-    return stage.with_length(len(build_data(stage.data, build_tokenizer(stage.data)).train))
+    tokenizer = build_tokenizer(stage.data)
+    alone = trial.check_rows(load_model_config(stage, tokenizer), stage.model.attn_implementation) is not None
+    return stage.with_length(len(build_data(stage.data, tokenizer, alone=alone).train))
 
 
 def train_once(config: Path, ranks: int, overrides: list[str]) -> None:

@@ -65,7 +65,8 @@ class DataConfig(Section):
     """End documents with its end-of-text token."""
 
     sequence_length: int = Field(default=512, ge=8, le=MAX_TOKENS)
-    """Tokens of a row, into which several examples are packed; no example is longer."""
+    """Tokens of a row, into which several examples are packed ([or one](training.md#one-example-a-row)); no example is
+    longer."""
 
     tokens_per_gpu: int | None = Field(default=None, ge=8, le=MAX_TOKENS)
     """Batch sizes count examples, packed into micro-batches of at most so many tokens a GPU; null: they count rows.

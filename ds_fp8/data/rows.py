@@ -1,7 +1,8 @@
 """Rows: which piece of which example lies in which row, the rows of each step, and each rank's share of them.
 
 Packing is planned once, from lengths; tokens are read when a row is asked for. Position ids restart at every example:
-the model's block-diagonal mask follows from that.
+the model's block-diagonal mask follows from that. A model that makes no such mask, or mixes tokens by a convolution or
+a state, gets rows of one example (`PackedDataset.alone`).
 """
 
 from __future__ import annotations
@@ -132,8 +133,11 @@ class PackedDataset(Dataset):
     there is no loss) and `position_ids` (from 0 in every example, and in the padding), int64 [sequence_length].
     """
 
-    def __init__(self, parts: Sequence[tuple[TokenStore, Plan]], sequence_length: int, pad_id: int):
-        self._parts, self.sequence_length, self._pad_id = list(parts), sequence_length, pad_id
+    def __init__(
+        self, parts: Sequence[tuple[TokenStore, Plan]], sequence_length: int, pad_id: int, alone: bool = False
+    ):
+        """`alone`: every row is one example, and positions count on in its padding, so that no mask is needed."""
+        self._parts, self.sequence_length, self._pad_id, self.alone = list(parts), sequence_length, pad_id, alone
         self.rows_by_source = tuple(len(plan) for _, plan in parts)  # Number of rows of each source
         self._first = np.cumsum([0, *self.rows_by_source])
         self._row_tokens = [plan.row_tokens() for _, plan in parts]
@@ -176,8 +180,9 @@ class PackedDataset(Dataset):
                 # What precedes it belongs to another example, or to nothing.
                 labels[start] = IGNORED
                 position_ids[start:stop] = np.arange(size)
-        # Padding is a document of its own: attention within it meets no token of an example.
-        position_ids[stop:] = np.arange(length - stop)
+        # Padding is a document of its own: attention within it meets no token of an example. Behind an example alone
+        # it is part of it: without several documents in a row a CUDA graph can be captured with any attention.
+        position_ids[stop:] = np.arange(stop, length) if self.alone else np.arange(length - stop)
         arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -269,6 +274,26 @@ def budgeted_micro_batches(
     bins.sort(key=lambda entry: (-entry[0], entry[1]))
     batches = [[rows[place] for place in places] for _, places in bins]
     return [batches[rank::world] for rank in range(world)]
+
+
+def padded_micro_batches(rows: Sequence[int], tokens: Sequence[int], world: int, budget: int) -> list[list[list[int]]]:
+    """Return for each rank its micro-batches, as `budgeted_micro_batches` does, of rows that stay rows of their own.
+
+    Rows of a micro-batch are padded to its longest, and have at most `budget` tokens with their padding.
+    """
+    bins: list[list[int]] = []
+    # Neighbours after sorting differ least in tokens: those of a micro-batch, and those that run at the same time.
+    for place in sorted(range(len(rows)), key=lambda place: (-tokens[place], place)):
+        if bins and (len(bins[-1]) + 1) * tokens[bins[-1][0]] <= budget:
+            bins[-1].append(place)
+        else:
+            bins.append([place])
+    while len(bins) % world:
+        # The largest of several rows is halved; where every row is alone one is empty.
+        at = max(range(len(bins)), key=lambda n: len(bins[n]) > 1 and len(bins[n]) * tokens[bins[n][0]])
+        half = -(-len(bins[at]) // 2)
+        bins[at : at + 1] = [bins[at][:half], bins[at][half:]]
+    return [[[rows[place] for place in places] for places in bins[rank::world]] for rank in range(world)]
 
 
 def _spread(places: Sequence[int], tokens: Sequence[int], number: int) -> list[tuple[int, list[int]]]:

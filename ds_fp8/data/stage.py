@@ -25,6 +25,7 @@ from ds_fp8.data.sources import empty
 from ds_fp8.data.token_store import NO_LOSS, Report, TokenStore, digest, exclusive, store_folder, tokenise_source
 
 SPLITS = ("train", "validation", "test")
+ALONE = "one_example_a_row"  # key of `StageData.identity`, where it is so
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,19 @@ class StageData:
     # By split with rows: their number, and the figures of PackingStats (rows.py); for training also `open_ends`, the
     # chats of all splits whose last turn's end carries no loss
     report: dict[str, Any]
-    identity: list[dict[str, Any]]  # Of each source its path, examples, tokens, and a digest of them
+    identity: list[dict[str, Any]]  # Of each source its path, examples, tokens, a digest of them, and ALONE
 
     def rows_of_step(self, step: int, global_batch: int, seed: int) -> list[int]:
         return rows_of_step(step, self.train.rows_by_source, global_batch, seed, self.weights)
 
 
-def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: Report | None = None) -> StageData:
+def build_data(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: Report | None = None, alone: bool = False
+) -> StageData:
     """Tokenise what `config` names unless that has been done, split it, and plan its rows. Deterministic.
 
-    Every process of a machine may call at once: one works, all share its files. Raises UserError where data are
-    missing, malformed, or too few to hold back a validation example.
+    `alone`: rows hold one example each. Every process of a machine may call at once: one works, all share its files.
+    Raises UserError where data are missing, malformed, or too few to hold back a validation example.
     """
     config.check_named()
     cache_dir = Path(config.cache_dir or os.environ.get("DS_FP8_CACHE") or "~/.cache/ds_fp8").expanduser()
@@ -72,14 +75,16 @@ def build_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, report: R
         if Path(source.path.removesuffix(".gz")).suffix == ".txt":
             logger.info("%s: %s documents, which blank lines part", source.path, f"{len(store):,}")
         chosen = _split(source, len(store))
-        identity.append({"path": source.path, "examples": len(store), "tokens": store.tokens, "digest": store.digest()})
+        facts = {"path": source.path, "examples": len(store), "tokens": store.tokens, "digest": store.digest()}
+        identity.append(facts | ({ALONE: True} if alone else {}))
         folder = store_folder(source, tokenizer, cache_dir)
-        for split, plan in _plans(folder, source, store, chosen).items():
+        for split, plan in _plans(folder, source, store, chosen, alone).items():
             parts[split].append((store, plan))
         if source.answer_pattern and source.format == "chat":
             held_out = np.concatenate([chosen["validation"], chosen["test"]])
             examined.append((store, held_out, source))
-    rows = {split: PackedDataset(parts[split], config.sequence_length, tokenizer.pad_token_id) for split in SPLITS}
+    of_rows = config.sequence_length, tokenizer.pad_token_id, alone
+    rows = {split: PackedDataset(parts[split], *of_rows) for split in SPLITS}
     counts = rows["train"].rows_by_source
     empty_ones = [each.path for each, count in zip(config.each_source(), counts, strict=True) if not count]
     if empty_ones or not len(rows["validation"]):
@@ -157,8 +162,10 @@ def _split(source: DataConfig, examples: int) -> dict[str, np.ndarray]:
     return dict(zip(SPLITS, parts, strict=True))
 
 
-def _plans(folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str, np.ndarray]) -> dict[str, Plan]:
-    together = source.tokens_per_gpu is None
+def _plans(
+    folder: Path, source: DataConfig, store: TokenStore, chosen: dict[str, np.ndarray], alone: bool
+) -> dict[str, Plan]:
+    together = source.tokens_per_gpu is None and not alone
     # Everything that a plan depends on beside the tokens, which the parent folder is named after: a change makes
     # another plan beside the old one.
     facts = [source.sequence_length, source.overlong_policy, together, source.seed]

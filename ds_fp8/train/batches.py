@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 from torch.nn import functional as F
 
 from ds_fp8.data import IGNORED, PackedDataset, StageData
-from ds_fp8.data.rows import budgeted_micro_batches, local_micro_batches
+from ds_fp8.data.rows import budgeted_micro_batches, local_micro_batches, padded_micro_batches
 from ds_fp8.layers.attention import documents
 from ds_fp8.train.stage import Stage
 
@@ -19,7 +19,8 @@ from ds_fp8.train.stage import Stage
 # with `labels` moved to the token before, and once more as `shift_labels`.
 Batch = dict[str, torch.Tensor]
 
-# Micro-batches made by tokens are padded to a multiple of this many: the edge of a block of scales
+# Rows of micro-batches made by tokens, and of one example, are padded to a multiple of this many: the edge of a block
+# of scales
 LENGTH_MULTIPLE = 128
 
 
@@ -101,10 +102,20 @@ def micro_batches(stage: Stage, dataset: PackedDataset, rows: Sequence[int], dev
 
     Without `data.tokens_per_gpu` a micro-batch is [micro-batch size, sequence_length]; rows that are missing in the
     last ones are padding without loss. With it, a micro-batch is one row of at most so many tokens, which holds several
-    rows of the dataset one after the other.
+    rows of the dataset one after the other. Rows of one example stay rows, padded to the longest of their micro-batch.
     """
     batches = _own_batches(stage, dataset, _plans(stage, dataset, rows))
     return [{name: x.to(device) for name, x in batch.items()} for batch in batches]
+
+
+def padding(stage: Stage, data: StageData, most: int = 64) -> tuple[float, int]:
+    """Return the share of padding in the tokens of the first steps, and the tokens of a step without it."""
+    filled, total, steps = 0, 0, min(most, stage.train.steps)
+    for step in range(steps):
+        rows = data.rows_of_step(step, stage.global_batch, stage.train.seed)
+        filled += sum(map(data.train.row_tokens, rows))
+        total += sum(len(lines) * length for plan in _plans(stage, data.train, rows) for lines, length in plan)
+    return 1 - filled / total, filled // steps
 
 
 def label_tokens(batch: Batch) -> torch.Tensor:
@@ -131,19 +142,32 @@ def _plans(stage: Stage, dataset: PackedDataset, rows: Sequence[int]) -> list[li
     A group is the ranks that share sequences, or one rank.
     """
     world, budget = dist.get_world_size() // stage.shared_by, stage.data.tokens_per_gpu
+    # Each rank's slice of a row is such a multiple, not only the whole row.
+    multiple = LENGTH_MULTIPLE * stage.shared_by
+    counts = {row: dataset.row_tokens(row) for row in rows}
+    length = stage.data.sequence_length
+
+    def length_of(micro: list[int | None]) -> int:
+        longest = max((counts[row] for row in micro if row is not None), default=0)
+        return _padded(longest, multiple, length) if dataset.alone else length
+
     if budget is None:
+        if dataset.alone:  # those alike in length in one micro-batch, and at the same time on different ranks
+            rows = sorted(rows, key=lambda row: -counts[row])
         # Every rank makes as many micro-batches: a rank without one would leave the others waiting in a collective.
         missing = -len(rows) % (stage.micro_batch * world)
         padded: list[int | None] = [*rows, *[None] * missing]
         rounds = len(padded) // (stage.micro_batch * world)
-        length = stage.data.sequence_length
         chosen = [local_micro_batches(padded, rank, world, stage.micro_batch, rounds) for rank in range(world)]
-        return [[([[] if row is None else [row] for row in micro], length) for micro in micros] for micros in chosen]
-    counts = {row: dataset.row_tokens(row) for row in rows}
+        return [
+            [([[] if row is None else [row] for row in micro], length_of(micro)) for micro in micros]
+            for micros in chosen
+        ]
     budget *= stage.shared_by
+    if dataset.alone:
+        shares = padded_micro_batches(rows, [length_of([row]) for row in rows], world, budget)
+        return [[([[row] for row in micro] or [[]], length_of(micro)) for micro in share] for share in shares]
     shares = budgeted_micro_batches(rows, [counts[row] for row in rows], world, budget)
-    # Each rank's slice of a row is such a multiple, not only the whole row.
-    multiple = LENGTH_MULTIPLE * stage.shared_by
     return [
         [([joined], _padded(sum(counts[row] for row in joined), multiple, budget)) for joined in share]
         for share in shares

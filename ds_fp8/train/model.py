@@ -34,7 +34,7 @@ from ds_fp8.data import check_embeddings, load_tokenizer
 from ds_fp8.data.tokenizer import embeddings_needed
 from ds_fp8.export.folder import make_savable
 from ds_fp8.graphs.host_checkpoints import keep_on_host
-from ds_fp8.train import packed_attention, trial
+from ds_fp8.train import packed_attention
 from ds_fp8.train.adapters import add_adapters
 from ds_fp8.train.checkpoints import hashes_of
 from ds_fp8.train.processes import on_first_rank
@@ -234,8 +234,6 @@ def build_model(stage: Stage, config: PretrainedConfig, hashed: bool = False) ->
     Stored weights are read to the CPU, `hashed` where another rank has checked an export's sums; untrained ones are
     drawn on the GPU where there is room for all of them.
     """
-    # Now, and not at the first step: else micro-batches would be averaged with the wrong weights, silently.
-    trial.check_rows(config, stage.model.attn_implementation)
     # Right before the weights are drawn, whatever random numbers were used until here.
     torch.manual_seed(stage.train.seed)
     try:

@@ -18,9 +18,10 @@ from ds_fp8.config.errors import UserError
 from ds_fp8.config.files import write_atomically
 from ds_fp8.config.log import logger
 from ds_fp8.data import StageData, build_data, build_tokenizer
-from ds_fp8.data.stage import describe
+from ds_fp8.data.stage import ALONE, describe
 from ds_fp8.data.token_store import tokenizer_identity
-from ds_fp8.train import processes, resume
+from ds_fp8.train import processes, resume, trial
+from ds_fp8.train.batches import padding
 from ds_fp8.train.checkpoints import RunState
 from ds_fp8.train.evaluation import Evaluation
 from ds_fp8.train.loop import Run, train_loop
@@ -52,18 +53,30 @@ def train(stage: Stage) -> dict[str, Any]:
             logger.info("%s has finished its %s steps: nothing to do", stage.run_dir, state.step)
             return state.result
         tokenizer = build_tokenizer(stage.data)
-        data = build_data(stage.data, tokenizer, TokeniserProgress())
-        stage = stage.with_length(len(data.train))
-        resume.check_length(stage, state)
-        resume.check_data(stage, state, data.identity)
+        # A run keeps the rows that it began with, also where another version or other packages find otherwise.
+        begun = any(ALONE in source for source in state.data or ()) if state.step else None
+        data = build_data(stage.data, tokenizer, TokeniserProgress(), bool(begun))
         config = load_model_config(stage, tokenizer)
         processes.init_distributed()
+        # Now, and not at the first step: else micro-batches would be averaged with the wrong weights, silently.
+        why = processes.on_first_rank(lambda: trial.check_rows(config, stage.model.attn_implementation))
+        if why and begun is None:
+            data = build_data(stage.data, tokenizer, alone=True)
+        elif why and not begun:
+            logger.warning("note: documents of a row see those before them, as since this run began: %s", why)
         processes.check_same_everywhere(
             "the data it prepared",
             {"tokenizer": tokenizer_identity(tokenizer), "sources": data.identity, **data.report},
             key="data.path",
             remedy="give every host the same files; what was prepared earlier from others lies in DS_FP8_CACHE",
         )
+        stage = stage.with_length(len(data.train))
+        resume.check_length(stage, state)
+        resume.check_data(stage, state, data.identity)
+        if data.train.alone:
+            share, tokens = padding(stage, data)
+            logger.warning("note: one example a row, %.0f%% padding, %s tokens a step without it: %s",
+                           100 * share, f"{tokens:,}", why or "as since this run began")  # fmt: skip
         stage = replace(stage, base=processes.on_first_rank(lambda: files_of_base(stage)))
         model = build_sharded_model(stage, config)
         # Taken last, and held to the end: what comes before writes nothing into the run folder.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -127,6 +128,19 @@ def test_a_model_that_cannot_compute_packed_attention_gets_eager(models, capsys)
     assert main(["train", "capped", _write("sums.jsonl", ALPACA), "--write", "stage.json"]) == 0
     assert load_stage("stage.json").model.attn_implementation == "eager"
     assert 'attention "eager": a gemma2 cannot compute "packed"' in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_separate_documents_gets_one_example_a_row(models, capsys):
+    shutil.copytree(models / "chat", "hybrid")
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    AutoConfig.for_model("lfm2", **{"vocab_size": 1024, **SIZES, **layers}).save_pretrained("hybrid")
+    assert main(["train", "hybrid", CHATS["path"], "--write", "stage.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "one example a row: Lfm2ForCausalLM does not separate documents of a row" in said
+    examples, rows = re.search(r"train: (\S+) examples, \S+ tokens in (\S+) rows", said).groups()
+    assert examples == rows
+    # The example that is shown ends with its last turn, not with the padding of its row.
+    assert int(re.search("an example, ([0-9]+) tokens", said)[1]) < load_stage("stage.json").data.sequence_length
 
 
 @pytest.mark.parametrize("no_colour", [False, True])

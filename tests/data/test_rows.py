@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from ds_fp8.data import IGNORED, PackedDataset
 from ds_fp8.data import rows as module
-from ds_fp8.data.rows import BLOCK, budgeted_micro_batches, local_micro_batches, measured_rows, plan_rows, rows_of_step
+from ds_fp8.data.rows import (
+    BLOCK,
+    budgeted_micro_batches,
+    local_micro_batches,
+    measured_rows,
+    padded_micro_batches,
+    plan_rows,
+    rows_of_step,
+)
 from ds_fp8.data.token_store import pack_batch
 from ds_fp8.train import packed_attention
 from tests.layers.hugging_face import causal_lm
@@ -126,6 +134,13 @@ def test_rows_joined_into_one_are_their_examples_one_after_the_other():
     assert set(blank["labels"].tolist()) == {IGNORED}
 
 
+def test_positions_count_on_behind_an_example_alone():
+    dataset = pack(_examples([5, 3]), 8, PAD, together=False)
+    dataset.alone = True
+    assert dataset[1]["position_ids"].tolist() == list(range(8))
+    assert dataset.joined([], 4)["position_ids"].tolist() == list(range(4))
+
+
 def test_many_examples_are_packed_window_by_window(monkeypatch):
     monkeypatch.setattr("ds_fp8.data.rows.WINDOW", 3)
     dataset = pack(_examples([5, 2, 4, 4, 3, 1, 8]), 8, PAD)
@@ -238,6 +253,22 @@ def test_micro_batches_within_a_budget(tokens, world, budget):
     if len(rows) >= world:
         for at_once in zip(*sums, strict=True):
             assert max(at_once) - min(at_once) <= max(tokens)
+
+
+@given(
+    tokens=st.lists(st.integers(1, 100), min_size=1, max_size=40),
+    world=st.integers(1, 5),
+    budget=st.sampled_from((100, 128, 350)),
+)
+def test_micro_batches_of_padded_rows_within_a_budget(tokens, world, budget):
+    rows = [1000 + index for index in range(len(tokens))]
+    shares = padded_micro_batches(rows, tokens, world, budget)
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(row for share in shares for micro in share for row in micro) == rows
+    lengths = [[tokens[row - 1000] for row in micro] for share in shares for micro in share if micro]
+    assert all(len(each) * max(each) <= budget for each in lengths)
+    # Filled, but for the last one and halves of those that every rank must have as many of.
+    assert sum(len(each) * max(each) + max(each) <= budget for each in lengths) <= 2 * world
 
 
 def test_labels_are_counted_without_reading_tokens(monkeypatch):

@@ -163,15 +163,20 @@ SIZES = {
         ("gpt_oss", "eager", True),  # makes its mask without them
         ("mamba", "packed", True),  # mixes tokens by a state
         ("falcon", "eager", True),
+        ("lfm2", "packed", True),  # by a convolution, in the third layer
     ],
 )
-def test_documents_that_see_each_other_are_told(architecture, attention, sees, monkeypatch):
-    said = []
-    for level in ("info", "warning"):
-        monkeypatch.setattr(trial.logger, level, lambda message, *names: said.append(message % names))
-    trial.check_rows(AutoConfig.for_model(architecture, **SIZES), attention)
-    assert len(said) == sees
-    assert all("documents of a row see those before them" in line for line in said)
+def test_models_that_do_not_separate_documents_of_a_row_are_found(architecture, attention, sees):
+    more = {"layer_types": ["full_attention", "full_attention", "conv"]} if architecture == "lfm2" else {}
+    why = trial.check_rows(AutoConfig.for_model(architecture, **SIZES, **more), attention)
+    assert bool(why) == sees
+    assert not sees or why.endswith(" does not separate documents of a row")
+
+
+def test_a_model_whose_tokens_see_padding_is_refused():
+    config = AutoConfig.for_model("doge", **SIZES, keep_window_size=8)  # keys are chosen of those behind, too
+    with refused("other logits for a document where padding is behind it", "model"):
+        trial.check_rows(config, "eager")
 
 
 def test_a_trial_changes_nothing():
@@ -208,8 +213,6 @@ def test_a_model_that_sees_all_of_a_row_of_one_document_needs_eager_attention(at
     trial.check_rows(config, "eager")
 
 
-def test_a_model_that_cannot_be_tried_is_said_so(monkeypatch):
-    said = []
-    monkeypatch.setattr(trial.logger, "info", lambda message, *names: said.append(message % names))
-    trial.check_rows(AutoConfig.for_model("vit", hidden_size=64, num_attention_heads=4), "packed")
-    assert ["could not be tried with" in line for line in said] == [True]
+def test_a_model_that_cannot_be_tried_gets_rows_of_one_document():
+    why = trial.check_rows(AutoConfig.for_model("vit", hidden_size=64, num_attention_heads=4), "packed")
+    assert "could not be tried with" in why

@@ -15,18 +15,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from unittest import mock
 
 import psutil
 import pytest
 import torch
+from deepspeed.constants import default_pg_timeout
 from safetensors.torch import load_file
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.train import load_stage, train
+from ds_fp8.train import load_stage, result, saving, train
 from ds_fp8.train.checkpoints import steps_in
 from ds_fp8.train.run_folder import lock
-from ds_fp8.train.saving import host_copy
+from ds_fp8.train.saving import checkpoint_files, host_copy
 from tests.refusals import refused
 from tests.train.conftest import ROOT
 
@@ -118,6 +121,40 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     assert [file.name for file in (tmp_path / "elsewhere").iterdir()] == ["mine"]
     weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def run_slowly(file: str) -> list[int]:
+    """Train with one file of the last rank, and the model of the first, later than the process group's timeout."""
+    stage = load_stage(file)
+
+    def with_timeout(*arguments, **options):
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+        return checkpoint_files(*arguments, **options)
+
+    def late(rank: int, function):
+        left = [4.5] if torch.distributed.get_rank() == rank else []
+
+        def called(*arguments, **options):
+            time.sleep(left.pop() if left else 0)
+            return function(*arguments, **options)
+
+        return called
+
+    try:
+        with (
+            mock.patch.object(saving, "checkpoint_files", with_timeout),
+            mock.patch.object(saving, "save_file", late(1, saving.save_file)),
+            mock.patch.object(result, "_write_model", late(0, result._write_model)),
+        ):
+            train(stage)
+    finally:
+        torch.distributed.distributed_c10d._set_pg_timeout(default_pg_timeout)
+    return steps_in(stage.run_dir)
+
+
+def test_a_save_that_takes_longer_than_the_timeout_of_the_process_group_ends_well(tiny, write, ranks):
+    tiny["train"] |= {"steps": 2, "save_every": 1}
+    assert ranks(2, run_slowly, str(write(tiny))) == [[1, 2]] * 2
 
 
 def hold(run_dir) -> tuple[int, int]:

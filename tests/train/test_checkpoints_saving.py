@@ -192,6 +192,28 @@ def test_a_file_system_without_locks_says_so(tmp_path, monkeypatch):
     assert "has no locks" in said[0]
 
 
+def run_to(file: str, *overrides: str) -> None:
+    train(load_stage(file, list(overrides)))
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_compact_checkpoints_go_on_on_another_number_of_ranks_as_others_do(tiny, write, ranks, tmp_path, stage):
+    linears = {"preset": "coat", "param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+    tiny["fp8"] |= linears if stage == 2 else {"preset": {"linear": "precise", "optimizer": "compact"}}
+    tiny["zero_optimization"] |= {"stage": stage}
+    tiny["train_batch_size"] = tiny.pop("gradient_accumulation_steps") * 4
+    tiny["train"] |= {"schedule": {"type": "constant", "warmup": 0}, "eval_batches": 1}
+    file = str(write(tiny))
+    for name, compact in (("packed", "true"), ("expanded", "false")):
+        settings = f"train.run_dir={tmp_path / name}", f"train.compact_checkpoints={compact}"
+        ranks(2, run_to, file, "train.steps=2", *settings)
+        ranks(1, run_to, file, "train.steps=3", *settings)
+    packed, expanded = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("packed", "expanded"))
+    assert all(torch.equal(packed[name], weight) for name, weight in expanded.items())
+    files = [next((tmp_path / name).rglob("step_3/*optim_states.pt")) for name in ("packed", "expanded")]
+    assert files[0].stat().st_size < 0.6 * files[1].stat().st_size
+
+
 def state(seed: int, random_bytes: int) -> dict:
     torch.manual_seed(seed)
     return {

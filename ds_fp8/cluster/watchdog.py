@@ -8,7 +8,6 @@ timeout: the guardians end the job where one of them is lost meanwhile.
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import json
 import os
@@ -147,16 +146,14 @@ def wait_for_all() -> None:
 def wait_at_barriers() -> None:
     """Let barriers of all ranks, those of DeepSpeed and Trainer among them, begin with `wait_for_all` from now on."""
     stock = torch.distributed.barrier
-    if hasattr(stock, "__wrapped__") and stock.__module__ == __name__:
+    if stock.__module__ == __name__:
         return
 
-    @functools.wraps(stock)
     def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         if group in (None, torch.distributed.group.WORLD) and not async_op:
             wait_for_all()
         return stock(group, async_op, device_ids)
 
-    barrier.__module__ = __name__
     torch.distributed.barrier = barrier
 
 

@@ -104,8 +104,8 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
 def _wait_where_one_is_late(engine: deepspeed.DeepSpeedEngine) -> None:
     """Let ranks wait for all before the first collective behind what one of them may do for long.
 
-    One rank may write more, or more slowly; the first alone writes whole models, and deletes old ones; texts that one
-    evaluates may be longer. In ZeRO stage 3, where every forward is collective; in the others at barriers alone.
+    A rank may write or evaluate more than others; the first alone writes models, and deletes old ones. Before forwards
+    only in ZeRO stage 3, where they are collective.
     """
     watchdog.wait_at_barriers()
     doing = ""

@@ -373,11 +373,8 @@ def _write_universal(folder: Path, universal: Path) -> None:
     )
     universal.mkdir(parents=True)
     load = torch.load
-
-    def load_expanded(*args: Any, **options: Any) -> Any:
-        return _without_packed_moments(load(*args, **options))
-
-    torch.load = load_expanded  # DeepSpeed divides FP32 moments alone; written to files first they would take 12 bytes
+    # DeepSpeed divides FP32 moments alone; written to files first they would take 12 bytes a parameter.
+    torch.load = lambda *args, **options: _without_packed_moments(load(*args, **options))
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             main(options)
@@ -387,11 +384,8 @@ def _write_universal(folder: Path, universal: Path) -> None:
 
 def _without_packed_moments(state: Any) -> Any:
     """Return what a file holds with the moments of a compact checkpoint dequantized, as any other holds them."""
+    if isinstance(state, dict) and {"codec", "codes"} <= state.keys():
+        return Moment.unpacked(state).dequantize()
     if isinstance(state, dict):
-        packed = "codec" in state and "codes" in state
-        return (
-            Moment.unpacked(state).dequantize()
-            if packed
-            else type(state)((key, _without_packed_moments(value)) for key, value in state.items())
-        )
+        return {key: _without_packed_moments(value) for key, value in state.items()}
     return [*map(_without_packed_moments, state)] if type(state) is list else state

@@ -37,7 +37,7 @@ LEAVING, LEAVES = "leaving", 120.0  # of a rank that is done, and seconds until 
 LIMIT = 1 << 20  # bytes of a message
 # Seconds for a connection to show the token, and the number of such connections besides the ranks'.
 GREETS, STRANGERS = 5.0, 64
-MOVES = 1 << 20  # bytes that a rank reads and writes between two messages, in a slow phase, where that is progress
+MOVES = 1 << 16  # bytes that a rank reads and writes between two messages, in a slow phase, where that is progress
 # Seconds without a message after which a host counts as lost: half the timeout, within these limits.
 MAX_SILENCE, MIN_SILENCE = 30.0, 5.0
 

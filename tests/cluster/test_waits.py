@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from ds_fp8.cluster import watchdog
 from ds_fp8.export.on_all_ranks import on_all_ranks
 from tests.cluster.conftest import at_once, run_job
-from tests.cluster.test_watchdog import begin, tiny_engine
+from tests.cluster.test_watchdog import ENDS, begin, tiny_engine
 from tests.ranks import case
 
 TIMEOUT, LATE = 3.0, 4.5  # seconds of the process group, and by which one rank is later than the others
@@ -113,3 +115,24 @@ def writes(rank: int, folder: str) -> int:
 def test_a_rank_that_writes_is_not_taken_for_one_that_hangs(folder):
     ended = run_job(folder, 2, writes, str(folder))
     assert (ended.codes, ended.output) == ([0, 0], "")
+
+
+def dies(rank: int, own_program: bool, failing: int) -> None:
+    begin(own_program)
+    dist.barrier()
+    if rank == failing:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    watchdog.wait_for_all()
+    raise AssertionError("one is lost")
+
+
+@pytest.mark.parametrize(("own_program", "failing"), [(True, 1), (False, 0)])
+@at_once
+def test_a_rank_that_dies_while_others_wait_for_it_ends_them(folder, own_program, failing):
+    started = time.monotonic()
+    ended = run_job(folder, 2, dies, own_program, failing, own_program=own_program)
+    assert ended.codes[failing] == -signal.SIGKILL
+    assert ended.codes[1 - failing] == 75, ended.output
+    assert f"(rank {failing}): its process " in ended.output
+    assert time.monotonic() - started < ENDS

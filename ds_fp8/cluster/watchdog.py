@@ -41,7 +41,6 @@ _MEETING = 10.0  # seconds that `join` waits for all guardians to connect
 _VERDICT = 20.0  # seconds for the guardian's answer to a failed rank
 _FRAMES = 8
 LONGEST_WAIT = timedelta(hours=4)  # of ranks for the slowest of them, which reads or writes files
-_PIECE = timedelta(seconds=1)  # of such a wait: handlers of signals run in between
 
 _watchdog: _Watchdog | None = None
 _meetings: _Meetings | None = None
@@ -173,10 +172,11 @@ class _Meetings:
             # All have left the meeting before, for they are at this one.
             self._store.delete_key(f"ds_fp8/here/{self._number - 1}")
             self._store.delete_key(f"ds_fp8/all_here/{self._number - 1}")
-        deadline = time.monotonic() + LONGEST_WAIT.total_seconds()
-        while _watchdog is not None and time.monotonic() < deadline:
-            with suppress(torch.distributed.DistStoreError):
-                return self._store.wait([all_here], _PIECE)
+        deadline, pause = time.monotonic() + LONGEST_WAIT.total_seconds(), 0.001
+        # Not Store.wait: in one piece it holds back handlers of signals, and of shorter ones each ends in a warning.
+        while _watchdog is not None and not self._store.check([all_here]) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
 
 
 def fail(kind: str, text: str, code: int) -> None:

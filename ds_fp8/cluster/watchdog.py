@@ -2,7 +2,8 @@
 
 `ds-fp8 train` calls `start` at the beginning of a rank's process, `beat` after progress, `fail` or `leave` at the end.
 For other programs ds_fp8.initialize calls `join`: their progress is unknown, and a hanging rank that is not stopped is
-left to the timeout of its process group.
+left to the timeout of its process group. `wait_for_all` is for ranks that save, load or evaluate longer than that
+timeout: the guardians end the job where one of them is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ SLOW = 6  # multiple of the timeout in slow phases: preparing data and model, th
 _MEETING = 10.0  # seconds that `join` waits for all guardians to connect
 _VERDICT = 20.0  # seconds for the guardian's answer to a failed rank
 _FRAMES = 8
+LONGEST_WAIT = timedelta(hours=4)  # of ranks for the slowest of them, which reads or writes files
 
 _watchdog: _Watchdog | None = None
+_meetings: _Meetings | None = None
 
 
 def start(timeout: float = DEFAULT_TIMEOUT) -> torch.distributed.Store | None:
@@ -120,6 +123,62 @@ def beat(doing: str, slow: bool = False) -> None:
         _watchdog.send(doing=doing, patience=timeout * (SLOW if slow else 1), timeout=timeout)
 
 
+def wait_for_all() -> None:
+    """Wait until every rank is here, at most for LONGEST_WAIT, whatever the timeout of the process group. Collective.
+
+    A collective that follows begins on all ranks at nearly the same time. A rank without a guardian does not wait here:
+    the timeout of the collective is all that finds a lost rank then. Before the process group: for `start`'s ranks.
+    """
+    global _meetings
+    store, world = None, 1
+    if torch.distributed.is_initialized():
+        store, world = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_world_size()
+    elif _watchdog is not None:
+        store, world = _watchdog.store, _watchdog.world
+    if store is None or world == 1:
+        return
+    if _meetings is None or _meetings.of is not store:
+        _meetings = _Meetings(store, world)
+    _meetings.meet()
+
+
+def wait_at_barriers() -> None:
+    """Let barriers of all ranks, those of DeepSpeed and Trainer among them, begin with `wait_for_all` from now on."""
+    stock = torch.distributed.barrier
+    if stock.__module__ == __name__:
+        return
+
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        if group in (None, torch.distributed.group.WORLD) and not async_op:
+            wait_for_all()
+        return stock(group, async_op, device_ids)
+
+    torch.distributed.barrier = barrier
+
+
+class _Meetings:
+    """Meetings of all ranks in a store, which know no timeout but their own."""
+
+    def __init__(self, store: torch.distributed.Store, world: int) -> None:
+        self.of, self._world, self._number = store, world, 0
+        # Cloned: a wait on the group's own connection would block its use by another thread.
+        self._store = store.clone() if hasattr(store, "clone") else store
+
+    def meet(self) -> None:
+        self._number += 1
+        here, all_here = f"ds_fp8/here/{self._number}", f"ds_fp8/all_here/{self._number}"
+        if self._store.add(here, 1) == self._world:
+            self._store.set(all_here, "")
+            # All have left the meeting before, for they are at this one.
+            self._store.delete_key(f"ds_fp8/here/{self._number - 1}")
+            self._store.delete_key(f"ds_fp8/all_here/{self._number - 1}")
+        deadline, pause = time.monotonic() + LONGEST_WAIT.total_seconds(), 0.001
+        # Not Store.wait: in one piece it holds back handlers of signals, and of shorter ones each ends in a warning.
+        while _watchdog is not None and not self._store.check([all_here]) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+
 def fail(kind: str, text: str, code: int) -> None:
     """Report the failure of this rank and exit as the judge decides, or with `code`; return without a guardian."""
     if _watchdog is not None:
@@ -140,7 +199,7 @@ class _Watchdog:
     def __init__(self, rank: int, world: int, timeout: float, launched: bool) -> None:
         self.timeout, self.launched = timeout, launched
         self.store: torch.distributed.Store | None = None  # rank 0's is the server
-        self._rank, self._world = rank, world
+        self._rank, self.world = rank, world
         self._main = threading.main_thread().ident
         self._socket, theirs = socket.socketpair()
         patience = timeout if launched else float("inf")
@@ -182,7 +241,7 @@ class _Watchdog:
             address = "127.0.0.1" if self._rank == 0 else os.environ.get("MASTER_ADDR", "127.0.0.1")
         self.send(connect=[address, port, token])
         # An atomic counter: the last rank opens the gate. Nobody else reads the token from the store afterwards.
-        if store.add("ds_fp8/met", 1) == self._world:
+        if store.add("ds_fp8/met", 1) == self.world:
             store.delete_key(key)
             store.set("ds_fp8/all_met", "")
         store.get("ds_fp8/all_met")
@@ -209,7 +268,7 @@ class _Watchdog:
     def _show(self) -> None:
         """Print the place of the main thread: one line in a collective, else its stack."""
         frames = traceback.extract_stack(sys._current_frames()[self._main])[-_FRAMES:]
-        inside = ("/torch/distributed/", "/deepspeed/comm/")
+        inside = ("/torch/distributed/", "/deepspeed/comm/", __file__)
         waits = any(part in frame.filename for frame in frames[-4:] for part in inside)
         what = f"waits in {frames[-1].name}" if waits else "in no collective: the others wait for it"
         stack = "" if waits else "\n" + "".join(traceback.format_list(frames)).rstrip()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import deepspeed
+from deepspeed import comm as dist
 from torch import nn
 
+from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError
 from ds_fp8.config.formats import CastSpec
 from ds_fp8.engine.health import Health, check_labels
@@ -47,6 +51,8 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
     if measured and not state.config.trust_checkpoints:
         reading = tensors_only("the checkpoint", "fp8.trust_checkpoints", ', with "trust_checkpoints": true')
         replace(engine, engine, "load_checkpoint", reading(engine.load_checkpoint))
+    if measured:
+        _wait_where_one_is_late(engine)
     sharded = engine.zero_optimization_partition_weights()
     if sharded and measured:
         state.wire = WireMeter()
@@ -93,6 +99,37 @@ def attach(engine: deepspeed.DeepSpeedEngine, state: FP8State, measured: bool) -
         # Behind the callbacks of the graphs: a layer that moves to BF16 here resets graphs that are still there.
         hooks.after_step.append(state.health.end_step)
         hooks.states[CHECKPOINT_KEY] = CheckpointState(state.state_dict, state.load_state_dict)
+
+
+def _wait_where_one_is_late(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Let ranks wait for all before the first collective behind what one of them may do for long.
+
+    A rank may write or evaluate more than others; the first alone writes models, and deletes old ones. Before forwards
+    only in ZeRO stage 3, where they are collective.
+    """
+    watchdog.wait_at_barriers()
+    doing = ""
+
+    def wait(owner: Any, name: str, phase: Callable[[], str]) -> None:
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def waiting(*args: Any, **options: Any) -> Any:
+            nonlocal doing
+            before, doing = doing, phase()
+            if before != doing or doing == "files":
+                watchdog.wait_for_all()
+            return method(*args, **options)
+
+        replace(engine, owner, name, waiting)
+
+    if not engine.zero_optimization_partition_weights():
+        return
+    if hasattr(engine.optimizer, "checkpoint_event_epilogue"):  # after the files, before a barrier: it gathers
+        wait(engine.optimizer, "checkpoint_event_epilogue", lambda: "files")
+    if dist.get_world_size(data_parallel_group(engine)) == dist.get_world_size():
+        wait(engine, "_zero3_consolidated_16bit_state_dict", lambda: "files")
+        wait(engine, "forward", lambda: "training" if engine.module.training else "evaluation")
 
 
 def _refuse_later_parameters(engine: deepspeed.DeepSpeedEngine) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from deepspeed import comm as dist
 
+from ds_fp8.cluster import watchdog
 from ds_fp8.config.errors import UserError, as_user_error
 
 T = TypeVar("T")
@@ -29,6 +30,8 @@ def on_all_ranks(
     answers: list[Any] = [(result, report)]
     if dist.get_world_size() > 1:
         answers = [None] * dist.get_world_size()
+        if group is None:  # another one has a timeout for what it is used for
+            watchdog.wait_for_all()
         torch.distributed.all_gather_object(answers, (None if own else result, report), group=group)
     if own is not None:
         raise own

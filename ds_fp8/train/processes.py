@@ -48,6 +48,7 @@ def set_single_process_env() -> None:
 def init_distributed() -> None:
     """Meet the other ranks. Collective."""
     timeout = watchdog.slowest()
+    watchdog.wait_for_all()  # a host may have prepared more of the data
     disable_shm_build()
     # Before the process group: NCCL binds a communicator to the device that is current.
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))

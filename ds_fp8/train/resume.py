@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
 from torch import nn
 
@@ -22,9 +23,9 @@ from ds_fp8.config.errors import UserError, clipped
 from ds_fp8.config.files import remove
 from ds_fp8.config.fp8 import parse_fp8
 from ds_fp8.config.sequence_parallel import KEY
-from ds_fp8.engine.optimizer import needs_own_optimizer
 from ds_fp8.export.on_all_ranks import on_all_ranks
 from ds_fp8.monitor.records import layers_in_bf16
+from ds_fp8.optim.moments import Moment
 from ds_fp8.train.checkpoints import Damaged, Manifest, RunState, folder_of, problems_of, steps_in
 from ds_fp8.train.loop import Callback, Run
 from ds_fp8.train.processes import on_first_rank
@@ -257,14 +258,6 @@ def _state(folder: Path, manifest: Manifest, stage: Stage, step: int) -> RunStat
             raise UserError(
                 f"{folder} was saved by {ranks} ranks that share sequences, not {stage.world}", key=KEY, remedy=same
             )
-        compact = manifest.config["train"].get("compact_checkpoints") and needs_own_optimizer(stage.fp8)
-        if compact and manifest.in_shards:
-            raise UserError(
-                f"{folder} is compact: moments as they are stored cannot be divided over {stage.world} ranks, or other "
-                "sub-groups",
-                key="train.compact_checkpoints",
-                remedy=f"{same}; there, a run with train.resume and without the key writes one that can",
-            )
     return RunState(
         step, manifest.data_step, manifest.losses, folder, other_shards, manifest.data, manifest.base,
         records=manifest.records if step else 0,
@@ -379,5 +372,20 @@ def _write_universal(folder: Path, universal: Path) -> None:
         inject_missing_state=True,  # stages 1 and 2 write none of what tensor parallelism would need
     )
     universal.mkdir(parents=True)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        main(options)
+    load = torch.load
+    # DeepSpeed divides FP32 moments alone; written to files first they would take 12 bytes a parameter.
+    torch.load = lambda *args, **options: _without_packed_moments(load(*args, **options))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            main(options)
+    finally:
+        torch.load = load
+
+
+def _without_packed_moments(state: Any) -> Any:
+    """Return what a file holds with the moments of a compact checkpoint dequantized, as any other holds them."""
+    if isinstance(state, dict) and {"codec", "codes"} <= state.keys():
+        return Moment.unpacked(state).dequantize()
+    if isinstance(state, dict):
+        return {key: _without_packed_moments(value) for key, value in state.items()}
+    return [*map(_without_packed_moments, state)] if type(state) is list else state

@@ -18,7 +18,6 @@ import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,8 +41,6 @@ from ds_fp8.train.run_folder import CHECKPOINTS, warn_unwritten
 from ds_fp8.train.stage import Stage
 from ds_fp8.zero.deepspeed.checkpoints import checkpoint_files, copy_recovery_scripts
 
-# Time that ranks wait for the slowest of them to write its part of an asynchronous checkpoint
-MAX_WRITE = timedelta(hours=4)
 _OF_DISK = "train.run_dir"  # Key of what a run goes on after, up to train.max_failed_saves times in a row
 
 
@@ -76,7 +73,7 @@ class Checkpoint(Callback):
         self._thread: threading.Thread | None = None
         # A thread must not share the group that training sends through: its messages would mix with the step's.
         in_thread = stage.train.async_save
-        self._group = torch.distributed.new_group(backend="gloo", timeout=MAX_WRITE) if in_thread else None
+        self._group = torch.distributed.new_group(backend="gloo", timeout=watchdog.LONGEST_WAIT) if in_thread else None
         self._saved: RunState | None = None
         self._error: Exception | None = None
         self._failed_saves = 0

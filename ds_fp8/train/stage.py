@@ -195,8 +195,8 @@ class TrainConfig(Section):
     compact_checkpoints: bool = False
     """Store compressed moments as they are, in a quarter of the bytes, not dequantized to FP32.
 
-    Such a checkpoint resumes the run, and cannot be converted to DeepSpeed's universal format. Without effect where FP8
-    is off."""
+    Such a checkpoint resumes the run, on other numbers of ranks, too; DeepSpeed's ds_to_universal does not read it.
+    Without effect where FP8 is off."""
     keep_best: bool = False
     """Also keep the checkpoint of the lowest validation loss; `eval_every` must divide `save_every`."""
     exact_match_problems: int = Field(0, ge=0)

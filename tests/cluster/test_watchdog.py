@@ -218,7 +218,9 @@ def one_is_busy(rank: int) -> None:
     begin(timeout=TIMEOUT)
     if rank == 0:
         reading_a_file_for_ever()
-    dist.barrier()
+    if rank == 1:
+        dist.barrier()
+    watchdog.wait_for_all()
 
 
 def reading_a_file_for_ever() -> None:

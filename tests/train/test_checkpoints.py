@@ -87,6 +87,7 @@ GOES_ON = {  # what is there: how it came there, overrides, the step that a run 
     "a run before its first save": (saved(steps=()), [], 0),
     "of a start that saved nothing": (of_another_start, [], 4),
     "of other ranks": (saved(ranks=3, global_batch=6), ["train_micro_batch_size_per_gpu=6"], 4),
+    "compact, of other ranks": (saved(*COMPACT, ranks=3), COMPACT, 4),
     "compact and whole, of other ranks": (saved(*COMPACT, ranks=3, files=WHOLE), COMPACT, 4),
     **{
         change: (saved(), [change], 4)
@@ -155,7 +156,6 @@ REFUSED = {  # what is wrong: how it came there, overrides, words, key
         "of rank 8 on",
         "train.lora",
     ),
-    "compact, of other ranks": (saved(*COMPACT, ranks=3), COMPACT, "over 1 ranks", "train.compact_checkpoints"),
     "no run's": (lambda stage, run_dir: (run_dir / "model").mkdir(parents=True), [], "not the folder", "train.run_dir"),
     "a file for its checkpoints": (without_folder, [], "checkpoints is not a folder", "train.run_dir"),
     "a file": (lambda stage, run_dir: run_dir.write_text(""), [], "cannot be written to", "train.run_dir"),

@@ -15,18 +15,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from unittest import mock
 
 import psutil
 import pytest
 import torch
+from deepspeed.constants import default_pg_timeout
 from safetensors.torch import load_file
 
 from ds_fp8.config.errors import UserError
-from ds_fp8.train import load_stage, train
+from ds_fp8.train import load_stage, result, saving, train
 from ds_fp8.train.checkpoints import steps_in
 from ds_fp8.train.run_folder import lock
-from ds_fp8.train.saving import host_copy
+from ds_fp8.train.saving import checkpoint_files, host_copy
 from tests.refusals import refused
 from tests.train.conftest import ROOT
 
@@ -120,6 +123,40 @@ def test_saves_that_fail_leave_the_last_good_one_and_the_run_goes_on(tiny, write
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def run_slowly(file: str) -> list[int]:
+    """Train with one file of the last rank, and the model of the first, later than the process group's timeout."""
+    stage = load_stage(file)
+
+    def with_timeout(*arguments, **options):
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+        return checkpoint_files(*arguments, **options)
+
+    def late(rank: int, function):
+        left = [4.5] if torch.distributed.get_rank() == rank else []
+
+        def called(*arguments, **options):
+            time.sleep(left.pop() if left else 0)
+            return function(*arguments, **options)
+
+        return called
+
+    try:
+        with (
+            mock.patch.object(saving, "checkpoint_files", with_timeout),
+            mock.patch.object(saving, "save_file", late(1, saving.save_file)),
+            mock.patch.object(result, "_write_model", late(0, result._write_model)),
+        ):
+            train(stage)
+    finally:
+        torch.distributed.distributed_c10d._set_pg_timeout(default_pg_timeout)
+    return steps_in(stage.run_dir)
+
+
+def test_a_save_that_takes_longer_than_the_timeout_of_the_process_group_ends_well(tiny, write, ranks):
+    tiny["train"] |= {"steps": 2, "save_every": 1}
+    assert ranks(2, run_slowly, str(write(tiny))) == [[1, 2]] * 2
+
+
 def hold(run_dir) -> tuple[int, int]:
     """Start a process that holds the lock on a run folder; returns its id once it does, and what to close to end it."""
     (told, tell), (ended, end) = os.pipe(), os.pipe()
@@ -153,6 +190,28 @@ def test_a_file_system_without_locks_says_so(tmp_path, monkeypatch):
     said = []
     os.close(lock(tmp_path, said.append))
     assert "has no locks" in said[0]
+
+
+def run_to(file: str, *overrides: str) -> None:
+    train(load_stage(file, list(overrides)))
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_compact_checkpoints_go_on_on_another_number_of_ranks_as_others_do(tiny, write, ranks, tmp_path, stage):
+    linears = {"preset": "coat", "param_gather": {"format": "bf16"}, "grad_reduce": {"format": "bf16"}}
+    tiny["fp8"] |= linears if stage == 2 else {"preset": {"linear": "precise", "optimizer": "compact"}}
+    tiny["zero_optimization"] |= {"stage": stage}
+    tiny["train_batch_size"] = tiny.pop("gradient_accumulation_steps") * 4
+    tiny["train"] |= {"schedule": {"type": "constant", "warmup": 0}, "eval_batches": 1}
+    file = str(write(tiny))
+    for name, compact in (("packed", "true"), ("expanded", "false")):
+        settings = f"train.run_dir={tmp_path / name}", f"train.compact_checkpoints={compact}"
+        ranks(2, run_to, file, "train.steps=2", *settings)
+        ranks(1, run_to, file, "train.steps=3", *settings)
+    packed, expanded = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("packed", "expanded"))
+    assert all(torch.equal(packed[name], weight) for name, weight in expanded.items())
+    files = [next((tmp_path / name).rglob("step_3/*optim_states.pt")) for name in ("packed", "expanded")]
+    assert files[0].stat().st_size < 0.6 * files[1].stat().st_size
 
 
 def state(seed: int, random_bytes: int) -> dict:

@@ -161,7 +161,7 @@ def defaults(
         "zero_optimization": {"stage": 3},
         "fp8": {"preset": "precise"},
         "model": {"path": path, "activation_checkpointing": False},
-        "data": {"path": data, "tokenizer": path},
+        "data": {"path": data, "tokenizer": path, "sequence_length": SHORTEST},  # until both are read
         "train": {
             "run_dir": out or f"runs/{name}{'-lora' if adapters else ''}",
             **adapters,

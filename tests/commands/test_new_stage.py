@@ -26,7 +26,7 @@ from ds_fp8.train.resume import inspect_run
 from tests.corpus import CHATS, DOCUMENTS, TOKENIZER
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 384}
 ALPACA = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(2, 40)]
 MESSAGES = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
 
@@ -160,7 +160,10 @@ def test_the_example_shows_what_carries_loss(models, no_colour, monkeypatch):
 def test_check_reads_the_data_of_a_stage_where_it_is_asked(models, capsys):
     stage = {"fp8": {}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_batch_size": 2}
     stage |= {"optimizer": {"type": "AdamW"}, "train": {"run_dir": "run", "steps": 2}}
-    stage |= {"model": {"path": f"{models}/chat"}, "data": {**CHATS, "tokenizer": f"{models}/chat"}}
+    stage |= {
+        "model": {"path": f"{models}/chat"},
+        "data": {**CHATS, "tokenizer": f"{models}/chat", "sequence_length": 256},
+    }
     with open("stage.json", "w") as file:
         json.dump(stage, file)
     assert main(["check", "stage.json", "--data"]) == 0

@@ -14,6 +14,8 @@ from tests.surroundings import leave
 settings.register_profile("ds_fp8", deadline=None, database=None)
 settings.load_profile("ds_fp8")
 
+gc.disable()  # until the first test: collections while thousands of modules are imported take seconds
+
 FOLDER = leave()  # before the libraries that look at homes and variables as they are imported
 
 if os.environ.get("DS_FP8_TEST_GPUS") == "2" and int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
@@ -76,3 +78,4 @@ def _modules_kept_from_collection():
     """Collect garbage, which engines and benchmarks do often, not from all that was imported and collected before."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -74,8 +75,12 @@ def test_rounding_by_the_inputs_moments_errs_less_in_the_product():
     assert errors[0] < 0.5 * errors[1]
 
 
-def test_the_loss_as_served_of_arms_that_go_on_from_a_run_is_measured(tmp_path):
+def test_the_loss_as_served_of_arms_that_go_on_from_a_run_is_measured(tmp_path, monkeypatch):
     file = tmp_path / "found.json"
+    if not torch.cuda.is_available():  # which a fork would lose; arms that are spawned import everything anew
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        monkeypatch.setattr(served_loss.multiprocessing, "get_context", lambda method: context)
     served_loss.main(["--quick", "--json", str(file), "--jobs", "1", "--steps", "10", "--arms", "served,served+pull=1"])
     whole, drawn = json.loads(file.read_text())["results"]
     assert whole["same_data"] == drawn["same_data"] == 1

@@ -75,8 +75,8 @@ def stopped_and_resumed(section, case, folder):
     return {name for name in before if not torch.equal(before[name], after[name])}, set(before), first + rest
 
 
-@pytest.mark.parametrize("case", ["q of fused layers", "norms and o_proj"])
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "case"), [(2, "q of fused layers"), (1, "norms and o_proj")])
+@on_ranks()
 def test_the_rest_learns_and_a_resumed_run_goes_on(tmp_path, case):
     changed, names, losses = stopped_and_resumed({}, case, tmp_path / "fp8")
     twin_changed, _, twin = stopped_and_resumed(None, case, tmp_path / "bf16")

@@ -233,8 +233,8 @@ def train(architecture, recompute, on_host, section):
     return losses, models.bf16_weights(engine)
 
 
-@pytest.mark.parametrize("section", [{}, {"fuse": "off"}, {"enabled": False}], ids=str)
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "section"), [(2, {}), (1, {"fuse": "off"}), (1, {"enabled": False})], ids=str)
+@on_ranks()
 def test_engines_train_the_same_bits(section):
     expected, trained = train("qwen3", None, False, section)
     for recompute in ["not reentrant", "reentrant"][: 2 - bool(section)]:
@@ -328,8 +328,8 @@ def losses(preset, prefetch, activations):
 
 
 # What is prefetched, and channels that are looked for once, make other operators run in the second forward.
-@pytest.mark.parametrize(("preset", "prefetch"), [("hybrid_fast", 0), ("precise", 50_000_000)])
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "preset", "prefetch"), [(1, "hybrid_fast", 0), (2, "precise", 50_000_000)])
+@on_ranks()
 def test_an_engine_keeps_it_and_trains_to_the_same_bits(preset, prefetch):
     (plain, twice), (kept, once) = (losses(preset, prefetch, {"keep_attention": keep}) for keep in (False, True))
     assert plain == kept

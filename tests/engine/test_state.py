@@ -28,8 +28,8 @@ def build(section):
     return models.build({**models.config({"monitor": {"every": 0}, **section}), "gradient_accumulation_steps": 2})
 
 
-@pytest.mark.parametrize("name", ["hybrid_fast", "fp8lm_o1", "fp8lm_o3", "compact"])
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "name"), [(1, "hybrid_fast"), (2, "fp8lm_o1"), (2, "fp8lm_o3"), (1, "compact")])
+@on_ranks()
 def test_a_resumed_run_is_the_run_that_did_not_stop(name, tmp_path):
     """(Others: test_state_machine.py.)"""
     engine = build({"preset": name})

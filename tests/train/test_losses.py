@@ -41,6 +41,7 @@ CASES = {
     "outlier channels": {"fp8": {"linear": {"outlier_channels": 16}}},
     "scales per tensor, moments in a byte": {"fp8": {"preset": "fishman"}},
 }
+ON_ONE = ("head, attention and rotations", "scales per tensor, moments in a byte")
 
 
 def trained(file):
@@ -156,7 +157,7 @@ def test_the_result_has_the_loss_of_the_weights_it_writes(tiny, write, ranks, tm
     for along in ways:
         folder = tmp_path / str(along)
         tiny["train"] |= {"run_dir": str(folder), "steps": 2, "eval_every": 1, "eval_batches": 1, "eval_bf16": along}
-        found = ranks(2, trained_and_loaded, write(tiny))[0]
+        found = ranks(1 if case in ON_ONE else 2, trained_and_loaded, write(tiny))[0]
         result = json.loads((folder / "result.json").read_text())
         assert result["final_loss_bf16"] == pytest.approx(found, abs=2e-6)  # summed in another order
         assert result["fp8"]["moved_to_bf16"] == []

@@ -116,8 +116,8 @@ ARCHITECTURES = ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
 @pytest.mark.parametrize(
     ("world", "architecture", "prepare"),
     [
-        *((2, name, None) for name in ARCHITECTURES),
-        *((1 if name == "qwen3_moe" else 2, name, adapt) for name in ("qwen3_moe", "deepseek_v3", "mixtral")),
+        *((1 if name in ("mixtral", "olmoe") else 2, name, None) for name in ARCHITECTURES),
+        *((2 if name == "deepseek_v3" else 1, name, adapt) for name in ("qwen3_moe", "deepseek_v3", "mixtral")),
     ],
 )
 @on_ranks()

@@ -107,7 +107,7 @@ class Caller(torch.nn.Module):
         return self.layer(hidden_states, **options)
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_layers_may_be_called_with_their_input_by_name():
     for frozen in (False, True):
         found = []
@@ -230,10 +230,10 @@ def test_gradients_of_tiles_that_travel_in_fp8(preset):
 
 
 @pytest.mark.parametrize(
-    ("kind", "segments", "loss_on_all"),
-    [("qwen3", (16, 16), False), ("llama", (8, 8, 16), False), ("llama", (16, 16), True)],
+    ("world", "kind", "segments", "loss_on_all"),
+    [(2, "qwen3", (16, 16), False), (1, "llama", (8, 8, 16), False), (1, "llama", (16, 16), True)],
 )
-@on_ranks(2)
+@on_ranks()
 def test_keys_and_values_of_an_earlier_forward_learn(kind, segments, loss_on_all):
     """Of rows in segments, each of which reads the keys and values of those before."""
     sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}

@@ -177,14 +177,14 @@ def one_step(section, recompute, shift):
 
 
 REPLAYED = {
-    "decoded": ({}, None),
-    "products in FP8, recomputed": ({"linear": {"expert_products": "fp8"}}, "not reentrant"),
-    "recomputed by reentrant checkpoints": ({}, "reentrant"),
+    "decoded": (1, {}, None),
+    "products in FP8, recomputed": (2, {"linear": {"expert_products": "fp8"}}, "not reentrant"),
+    "recomputed by reentrant checkpoints": (1, {}, "reentrant"),
 }
 
 
-@pytest.mark.parametrize(("section", "recompute"), REPLAYED.values(), ids=REPLAYED)
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "section", "recompute"), REPLAYED.values(), ids=REPLAYED)
+@on_ranks()
 def test_an_engine_replays_routing(section, recompute):
     _, loss, gradients, _ = one_step(section, recompute, None)
     _, again, same, _ = one_step(section, recompute, 0)

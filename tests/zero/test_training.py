@@ -164,8 +164,8 @@ def test_the_report_names_what_leaf_modules_read():
 # ---------------------------------------------------------------- the fused loss with the head's products in FP8
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "tied"), [(1, False), (2, True)], ids=["untied", "tied"])
+@on_ranks()
 def test_the_fused_loss(tied):
     """With the head in FP8, in BF16, and in a BF16 run, to compare memory and time with."""
     found = {}
@@ -216,8 +216,8 @@ def test_a_head_in_fp8_needs_a_loss_that_can_be_fused(monkeypatch):
 # ---------------------------------------------------------------- torch.inference_mode, torch.profiler
 
 
-@pytest.mark.parametrize("section", [{}, {"attention": {"format": "e4m3"}}], ids=str)
-@on_ranks(2)
+@pytest.mark.parametrize(("world", "section"), [(2, {}), (1, {"attention": {"format": "e4m3"}})], ids=str)
+@on_ranks()
 def test_training_goes_on_behind_inference_mode_as_behind_no_grad(section):
     """No tensor stays behind that training may not write."""
     found, ids = [], tokens()

@@ -188,7 +188,7 @@ def test_a_forward_waits_for_no_backward_once_it_has_had_one():
     assert forward() is None
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_what_cannot_be_captured_of_one_shape_leaves_the_others_their_graphs():
     """Beside each training step a forward of another shape, whose outputs nobody differentiates."""
     runs = []

@@ -103,7 +103,7 @@ def test_preferences_against_a_reference_model(tmp_path):
     assert reference["optimizer"] == "none"
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_preferences_learnt_by_fused_adapters(tmp_path):
     more = {"learning_rate": 1e-2}
     plain, _ = preferring(tmp_path / "bf16", None, True, more)

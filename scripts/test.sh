@@ -24,7 +24,7 @@ fi
 # processes that they started; in their own order, or the longest files, which have the fewest tests, would come last.
 # Two arenas of malloc a process: three files of ranks took 1.9 GiB, 3.0 with glibc's default (2 cores, 2026-11-28).
 export MALLOC_ARENA_MAX=2 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
-# Test modules are compiled, their assertions rewritten, once and not by each process of each run: 7 s of CPU a process.
+# Test modules are compiled, their assertions rewritten, once and not by each process of each run.
 unset PYTHONDONTWRITEBYTECODE
 # A process of tests that dies ends the run: put in its place, another can leave all of them waiting for each other.
 exec python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

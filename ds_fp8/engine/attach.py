@@ -25,7 +25,7 @@ from ds_fp8.layers.linear.weights import group_of
 from ds_fp8.optim import AdamW
 from ds_fp8.optim.masters import why_no_correction
 from ds_fp8.zero.collectives import GATHER, WireMeter, first_reason
-from ds_fp8.zero.deepspeed.checkpoints import tensors_only
+from ds_fp8.zero.deepspeed.checkpoints import gathers_of_files, tensors_only
 from ds_fp8.zero.deepspeed.hooks import CheckpointState, Hooks
 from ds_fp8.zero.deepspeed.micro_step import MicroStep
 from ds_fp8.zero.deepspeed.optimizer import has_optimizer, overflowed, why_no_own_step
@@ -125,10 +125,10 @@ def _wait_where_one_is_late(engine: deepspeed.DeepSpeedEngine) -> None:
 
     if not engine.zero_optimization_partition_weights():
         return
-    if hasattr(engine.optimizer, "checkpoint_event_epilogue"):  # after the files, before a barrier: it gathers
-        wait(engine.optimizer, "checkpoint_event_epilogue", lambda: "files")
-    if dist.get_world_size(data_parallel_group(engine)) == dist.get_world_size():
-        wait(engine, "_zero3_consolidated_16bit_state_dict", lambda: "files")
+    over_all = dist.get_world_size(data_parallel_group(engine)) == dist.get_world_size()
+    for owner, name in gathers_of_files(engine, over_all):
+        wait(owner, name, lambda: "files")
+    if over_all:
         wait(engine, "forward", lambda: "training" if engine.module.training else "evaluation")
 
 

@@ -236,11 +236,14 @@ def test_a_mixture_keeps_its_shares_and_each_sources_epochs(num_rows, weights):
     assert len(set(source_of[:BLOCK].tolist())) == len(num_rows)
 
 
-@given(
+of_a_step = given(
     tokens=st.lists(st.integers(1, 100), min_size=1, max_size=40),
     world=st.integers(1, 5),
     budget=st.sampled_from((100, 128, 350)),
 )
+
+
+@of_a_step
 def test_micro_batches_within_a_budget(tokens, world, budget):
     rows = [1000 + index for index in range(len(tokens))]
     shares = budgeted_micro_batches(rows, tokens, world, budget)
@@ -255,11 +258,7 @@ def test_micro_batches_within_a_budget(tokens, world, budget):
             assert max(at_once) - min(at_once) <= max(tokens)
 
 
-@given(
-    tokens=st.lists(st.integers(1, 100), min_size=1, max_size=40),
-    world=st.integers(1, 5),
-    budget=st.sampled_from((100, 128, 350)),
-)
+@of_a_step
 def test_micro_batches_of_padded_rows_within_a_budget(tokens, world, budget):
     rows = [1000 + index for index in range(len(tokens))]
     shares = padded_micro_batches(rows, tokens, world, budget)

@@ -103,6 +103,17 @@ def copy_recovery_scripts(engine: deepspeed.DeepSpeedEngine, folder: Path) -> No
     engine._copy_recovery_script(str(folder))
 
 
+def gathers_of_files(engine: deepspeed.DeepSpeedEngine, over_all: bool) -> list[tuple[Any, str]]:
+    """Return the methods of ZeRO-3 that gather from ranks between files, with their owners.
+
+    `over_all`: whether the engine spans all ranks, which consolidate weights together then.
+    """
+    # Between the files of a checkpoint and DeepSpeed's barrier.
+    found = [(engine.optimizer, "checkpoint_event_epilogue")]
+    found += [(engine, "_zero3_consolidated_16bit_state_dict")] if over_all else []
+    return [(owner, name) for owner, name in found if hasattr(owner, name)]
+
+
 def consolidated_state_dict(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor] | None:
     """Return the whole BF16 state dict on rank 0's CPU, None on the other ranks. Collective in ZeRO stage 3."""
     if engine.zero_optimization_partition_weights():
